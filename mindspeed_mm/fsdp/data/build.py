@@ -23,7 +23,8 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset, as_mm_dataset
-from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
+from mindspeed_mm.fsdp.data.document_pieces import in_pieces
+from mindspeed_mm.fsdp.data.sample_cache import can_keep_samples, encoded_up_front
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -42,6 +43,7 @@ def build_mm_dataset(
     seed: int = 42,
     val_dataset_param: DatasetParam | None = None,
     encode_ahead: bool = True,
+    rows_whole: bool = False,
 ) -> tuple[MMDataset, MMDataset | None]:
     """The training data set and, where the configuration asks for one, the validation data set.
 
@@ -50,11 +52,24 @@ def build_mm_dataset(
         seed: Of the split by `val_rate`, and of the captions that generators draw.
         val_dataset_param: A section of its own for validation.
         encode_ahead: Whether `preprocess_on_fly: false` is followed; who looks at a few samples says False.
+        rows_whole: Samples are rows, documents that training takes in pieces too; otherwise these are cut.
 
     Raises:
         ConfigError: Unknown `dataset_type`, more than one way to validate, or something not built yet.
         DataError: Files are missing or broken.
     """
+    train, validation = _of_rows(dataset_param, seed, val_dataset_param, encode_ahead)
+    if rows_whole:
+        return train, validation
+    estimates = not encode_ahead
+    train = in_pieces(train, estimates=estimates)
+    return train, None if validation is None else in_pieces(validation, estimates=estimates)
+
+
+def _of_rows(
+    dataset_param: DatasetParam, seed: int, val_dataset_param: DatasetParam | None, encode_ahead: bool
+) -> tuple[MMDataset, MMDataset | None]:
+    """Both data sets with whole rows as samples; arguments as of `build_mm_dataset`."""
     basic = dataset_param.basic_parameters
     own_rows = basic.val_dataset if basic.val_dataset is not None else basic.get("val_features_dir")
     rate = basic.val_rate or None
@@ -166,7 +181,10 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
     train.draw_captions(seed)
     if validation is not None:
         validation.draw_captions(seed)
-    if dataset_param.basic_parameters.preprocess_on_fly or not encode_ahead:
+    basic = dataset_param.basic_parameters
+    # To cut documents their lengths are needed, so they are encoded once where there is a place to keep them.
+    keeps = train.cuts_documents and can_keep_samples(basic)
+    if not encode_ahead or (basic.preprocess_on_fly and not keeps):
         return train, validation
     encoded = None if validation is None else encoded_up_front(validation, dataset_param)
     return encoded_up_front(train, dataset_param), encoded
@@ -287,6 +305,11 @@ class DatasetPart(DatasetView):
     def fingerprint(self) -> dict[str, Any]:
         """That of the whole, and which part this is."""
         return {**self._whole.fingerprint(), "part": self._name, "rows": len(self)}
+
+    def known_sizes(self) -> np.ndarray | None:
+        """Tokens and patches of the samples of this part; None: those of the whole are not known."""
+        sizes = self._whole.known_sizes()
+        return None if sizes is None else sizes[self._indices]
 
     def _number(self, index: int) -> int:
         return int(self._indices[index])

@@ -41,6 +41,8 @@ class MMDataset:
     """The run ends when a larger share of the samples is bad."""
     truncation: str = "error"
     """`error`: a sample that raises `TooLongError` ends the run; any other value: it is left out."""
+    cuts_documents: bool = False
+    """Samples longer than `cutoff_len` are documents, and training takes them in pieces: see `document_pieces`."""
     is_deterministic: bool = False
     """Reading a sample draws no random numbers, so none are seeded for it."""
     basic_parameters: BasicParameters = BasicParameters()

@@ -218,9 +218,11 @@ class BasicParameters(OpenSection):
     preference pairs; `prompt`: the model answers the last turn itself (set by `posttrain.method: grpo`)."""
     mix: MixPlan | None = None
     """Proportions in which several datasets are sampled."""
-    truncation: Literal["drop", "shrink", "error"] = "drop"
-    """What to do with samples longer than `cutoff_len`: leave them out (`drop`), remove whole turns (`shrink`), or stop
-    (`error`)."""
+    truncation: Literal["drop", "shrink", "split", "error"] | None = None
+    """What to do with samples longer than `cutoff_len`: leave them out (`drop`), remove whole turns or the end of a
+    document (`shrink`), cut documents of plain text into pieces of that length and leave out other rows (`split`), or
+    stop (`error`). To find where the pieces begin, `split` encodes all documents once before training, into the cache.
+    Null: `split` for `stage: pretrain` unless its rows are streamed, otherwise `drop`."""
     on_bad_sample: Literal["error", "skip"] = "error"
     """What to do with a sample that cannot be read: stop, or skip it."""
     max_bad_fraction: Ratio = 0.001
@@ -235,6 +237,18 @@ class BasicParameters(OpenSection):
     def packs(self) -> bool:
         """Whether several samples share a row: `packing` or `neat_packing` is set."""
         return self.packing or self.neat_packing
+
+    @property
+    def if_too_long(self) -> Literal["drop", "shrink", "split", "error"]:
+        """`truncation`, with its default by stage."""
+        if self.truncation is not None:
+            return self.truncation
+        return "split" if self.stage == "pretrain" and not self.streaming else "drop"
+
+    @property
+    def encodes_first(self) -> bool:
+        """Whether all samples are encoded before training, which may take hours."""
+        return not self.preprocess_on_fly or self.if_too_long == "split"
 
 
 class PreprocessParameters(OpenSection):

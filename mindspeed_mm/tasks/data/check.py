@@ -41,6 +41,10 @@ class DataCheck:
     read: int = 0
     usable: int = 0
     shrunk: int = 0
+    samples: int = 0
+    """Samples that usable rows give: more than rows where documents are cut into pieces."""
+    cut: int = 0
+    """Number of such documents."""
     seconds: float = 0.0
     decoded: bool = False
     """Whether media were decoded; otherwise their headers were read."""
@@ -71,6 +75,8 @@ class DataCheck:
             "usable": self.usable,
             "bad": len(self.bad),
             "shrunk": self.shrunk,
+            "cut": self.cut,
+            "samples": self.samples,
             "seconds": round(self.seconds, 2),
             "decoded": self.decoded,
             "exit_code": self.exit_code,
@@ -147,6 +153,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     )
     result.rows, result.read, result.usable = data.rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
+    result.samples, result.cut = len(tally.sample_lengths(basic)), tally.longer_documents(basic)
     elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
     findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere)
     findings += _of_template(data, tally)

@@ -158,7 +158,7 @@ def _skipping(share: float, rows: int) -> Fix:
 
 def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Rows that are left out or shortened, with the lengths that would keep them."""
-    rows, policy, cutoff = tally.too_long, terms.basic.truncation, terms.basic.cutoff_len
+    rows, policy, cutoff = tally.too_long, terms.basic.if_too_long, terms.basic.cutoff_len
     if tally.shrunk:
         longest = int(max(tally.full_tokens))
         yield DataFinding(
@@ -173,12 +173,15 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     lengths = np.sort(tally.lengths_too_long)
     fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
     has_several_turns = any(rows for turns, rows in tally.turns.items() if turns > 1)
+    if not tally.turns.keys() - {0} and policy == "drop":
+        fixes.append(Fix(f"{BASIC}.truncation=split cuts documents into pieces", len(rows)))
     if policy != "shrink" and has_several_turns:
         fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
     consequence = {
         "error": "would stop the run",
         "drop": "are left out",
         "shrink": "cannot be shortened and are left out",
+        "split": "are left out, since only documents are cut",
     }[policy]
     share = len(rows) / max(tally.rows, 1)
     severity: Literal["error", "warning"] = "warning"
@@ -220,7 +223,7 @@ def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
         return  # a part of the rows tells nothing about all of them
     if tally.usable == 0 and tally.bad:
         yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
-    elif tally.usable + terms.repeated < terms.global_batch:
+    elif len(tally.sample_lengths(terms.basic)) + terms.repeated < terms.global_batch:
         what = f"{rows_told(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}"
         if not terms.dataloader.drop_last:
             yield DataFinding("warning", "too few rows", what, tally.usable)
@@ -234,7 +237,7 @@ def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
 def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Rows that no micro-batch has room for."""
     budgets = {
-        "max_tokens_per_batch": np.asarray(tally.tokens),
+        "max_tokens_per_batch": tally.sample_lengths(terms.basic),
         "max_patches_per_batch": np.asarray(tally.patches),
     }
     for name, sizes in budgets.items():
@@ -244,7 +247,7 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
         over = int((sizes > most).sum())
         if over:
             # Where none fits there is no step to be made of them, whatever the policy.
-            stops = terms.basic.truncation == "error" or over == len(sizes)
+            stops = terms.basic.if_too_long == "error" or over == len(sizes)
             consequence = "would stop the run" if stops else "are left out"
             yield DataFinding(
                 "error" if stops else "warning",

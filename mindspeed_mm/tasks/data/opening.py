@@ -11,6 +11,7 @@ from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
+from mindspeed_mm.fsdp.data.document_pieces import in_pieces
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -112,7 +113,7 @@ class OpenedData:
         """
         training = self.arguments.training
         param = self.arguments.data.dataloader_param
-        dataset = self.dataset
+        dataset = in_pieces(self.dataset, estimates=True)
         if self.param.basic_parameters.streaming:
             dataset, _ = build_mm_dataset(self.param, seed=training.seed, encode_ahead=False)
         return build_mm_dataloader(
@@ -128,7 +129,12 @@ class OpenedData:
 
 
 def open_data(
-    config_path: Path, overrides: Sequence[str] = (), *, validation: bool = False, patient: bool = False
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    validation: bool = False,
+    patient: bool = False,
+    pieces: bool = False,
 ) -> OpenedData:
     """Open the rows that a configuration names.
 
@@ -137,6 +143,7 @@ def open_data(
         overrides: `section.key=value`.
         validation: Use the validation rows instead of the training rows.
         patient: Open files although some of their first rows are bad.
+        pieces: Samples are those of training, long documents in pieces; otherwise each is a row.
 
     Raises:
         ConfigError: The configuration is off, or asks for something that is not built.
@@ -153,6 +160,7 @@ def open_data(
         seed=config.arguments.training.seed,
         val_dataset_param=_looked_at(own, patient) if own is not None else None,
         encode_ahead=False,
+        rows_whole=not pieces,
     )
     if not validation:
         return OpenedData(config, train)
@@ -167,7 +175,7 @@ def open_data(
 
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
-    update: dict[str, Any] = {"streaming": False}
+    update: dict[str, Any] = {"streaming": False, "truncation": param.basic_parameters.if_too_long}
     if patient:
         update["on_bad_sample"] = "skip"
     if patient and "features_dir" in param.basic_parameters:  # of a generator: its rows are read at the start

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.document_pieces import PieceLocation
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
 from mindspeed_mm.tasks.data.facts import as_pair, both, readable_arrays, trained_tokens
@@ -142,7 +143,7 @@ def run(request: DataPreviewRequest) -> Preview:
         UsageError: A row is not there.
     """
     numbers = request.row_numbers
-    data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
+    data = open_data(request.config, request.overrides, validation=request.validation, patient=True, pieces=True)
     chosen = [*numbers, *find_rows(data.dataset, request.row_ids)]
     _check_inside(chosen, len(data.dataset))
     loader, trouble = _loader(data, request.nproc)
@@ -266,7 +267,9 @@ def find_rows(dataset: MMDataset, names: Sequence[str]) -> list[int]:
     for index in range(len(dataset)):
         if not missing:
             break
-        for name in missing & {str(dataset.place(index)), _row_id(dataset, index)}:
+        place = dataset.place(index)
+        document = place.document if isinstance(place, PieceLocation) else place
+        for name in missing & {str(place), str(document), _row_id(dataset, index)}:
             found[name] = index
         missing -= found.keys()
     if missing:

@@ -11,6 +11,7 @@ import numpy as np
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.check import look_through
 from mindspeed_mm.tasks.data.denoised import DenoisedStats, denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram, percentiles
@@ -80,6 +81,10 @@ class DataStats:
     media: list[MediaStats] = field(default_factory=list)
     batch_tokens: int = 0
     """Most tokens of a packed micro-batch, as configured."""
+    cut: int = 0
+    """Documents longer than `cutoff_len`, which training takes in pieces."""
+    samples: int = 0
+    """Samples that usable rows give: more than rows where documents are cut."""
     padded_fill: float = 0.0
     """Share of a batch that is not padding, with rows padded to the longest of a random micro-batch."""
     packing: list[PackingEstimate] = field(default_factory=list)
@@ -131,7 +136,9 @@ def run(request: DataStatsRequest) -> DataStats:
     stats.denoised = denoised_stats(tally)
     if any(tally.tokens):  # samples of generators have none
         _describe_sizes(stats, tally)
-        _describe_batches(stats, tally, training.micro_batch_size, training.seed)
+        stats.samples = len(tally.sample_lengths(basic))
+        stats.cut = tally.longer_documents(basic)
+        _describe_batches(stats, tally, basic, training.micro_batch_size, training.seed)
     stats.seconds = seconds
     return stats
 
@@ -175,9 +182,14 @@ def _of_seconds(tally: RowStatistics, kind: str) -> dict[str, float]:
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _describe_batches(stats: DataStats, tally: RowStatistics, micro_batch_size: int, seed: int) -> None:
+def _describe_batches(
+    stats: DataStats, tally: RowStatistics, basic: BasicParameters, micro_batch_size: int, seed: int
+) -> None:
     """What padding wastes, what packing would not, and which settings follow."""
-    lengths = _some(tally.full_lengths(), seed)
+    lengths = tally.full_lengths()
+    if basic.if_too_long == "split":  # whatever is longer and usable is a document
+        lengths = np.concatenate([tally.sample_lengths(basic), np.asarray(tally.lengths_too_long, dtype=np.int64)])
+    lengths = _some(lengths, seed)
     kept = lengths[lengths <= stats.cutoff_len]
     stats.padded_fill = round(padded_fill(kept, micro_batch_size, seed), 4)
     for factor in _BATCH_FACTORS:

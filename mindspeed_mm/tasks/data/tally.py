@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from mindspeed_mm.fsdp.data.document_pieces import piece_lengths
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, MediumFacts, RowFacts, RowFault, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
@@ -176,6 +178,16 @@ class RowStatistics:
         """Lengths before truncation, of usable rows and of those that are too long."""
         usable = np.asarray(self.full_tokens, dtype=np.int64)
         return np.concatenate([usable, np.asarray(self.lengths_too_long, dtype=np.int64)])
+
+    def sample_lengths(self, basic: BasicParameters) -> np.ndarray:
+        """Tokens of the samples that usable rows give: a document that training cuts gives several."""
+        lengths = np.asarray(self.tokens, dtype=np.int64)
+        return piece_lengths(lengths, basic.cutoff_len) if basic.if_too_long == "split" else lengths
+
+    def longer_documents(self, basic: BasicParameters) -> int:
+        """Number of documents that training cuts."""
+        lengths = np.asarray(self.tokens)
+        return int((lengths > basic.cutoff_len).sum()) if basic.if_too_long == "split" else 0
 
     def duplicate_rows(self, place: Callable[[int], str]) -> Duplicates:
         """Rows that say what an earlier one says."""

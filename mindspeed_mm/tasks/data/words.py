@@ -28,6 +28,8 @@ def check_lines(result: DataCheck, paint: Paint) -> list[str]:
         speed = result.read / max(result.seconds, 1e-9)
         pace = paint.soft(f"  ({how}, {result.seconds:.1f} s, {speed:,.0f} rows/s)")
         lines.append(f"  {_rows_read(result.read, result.rows, result.usable)}{pace}")
+    if result.cut:
+        lines.append(_cut(result.cut, result.samples))
     for finding in result.findings:
         lines += _finding(finding, paint)
     lines += bars("tokens of a row, before truncation", result.tokens, paint)
@@ -77,6 +79,8 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     if stats.tokens:
         lines += ["", paint.head("tokens of a row") + f"  {named_numbers(stats.tokens)}"]
         lines.append(f"  trained: {stats.trained_share:.1%}")
+    if stats.cut:
+        lines.append(_cut(stats.cut, stats.samples))
     lines += bars("tokens of a row, before truncation", stats.token_bins, paint, stats.cutoff_len)
     if stats.patches:
         lines += ["", paint.head("patches of a row that has media") + f"  {named_numbers(stats.patches)}"]
@@ -86,6 +90,10 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     if stats.tokens:
         lines += _batch_lines(stats, paint)
     return lines
+
+
+def _cut(documents: int, samples: int) -> str:
+    return f"  {_count(documents, 'document')} longer than cutoff_len, cut into pieces: {samples:,} samples in all"
 
 
 def _rows_read(read: int, rows: int, usable: int) -> str:

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.document_pieces import in_pieces
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
@@ -215,17 +216,22 @@ def _rows(request: EvaluateRequest, arguments: Arguments) -> MMDataset:
         )
     if request.data is not None:
         with told_as(as_asked):
-            return build_mm_dataset(_with_rows(param, request.data, request.media_dir), encode_ahead=False)[0]
+            named = _with_rows(param, request.data, request.media_dir)
+            return in_pieces(build_mm_dataset(named, encode_ahead=False, rows_whole=True)[0])
     if param.basic_parameters.dataset is None:
         raise _nothing_named(request)
     if request.media_dir is not None:
         raise UsageError("the run's own validation rows have their media", key="--media-dir", way_out="Leave it out.")
     _, validation = build_mm_dataset(
-        param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param, encode_ahead=False
+        param,
+        seed=arguments.training.seed,
+        val_dataset_param=data.val_dataset_param,
+        encode_ahead=False,
+        rows_whole=True,
     )
     if validation is None:
         raise _nothing_named(request)
-    return validation
+    return in_pieces(validation)
 
 
 def _nothing_named(request: EvaluateRequest) -> UsageError:

@@ -303,8 +303,7 @@ def _finish(draft: PeerSetup) -> None:
     rows.name_apart(draft)
     if draft.method == "grpo":
         preferences.fit_groups(draft)
-    if draft.method == "pretrain":
-        draft.note(f"{BASIC}.cutoff_len", "longer documents are left out; there, they are cut into pieces")
+    rows.settle_long_documents(draft)
     if out.get(f"{LORA}.enable"):
         _drop(draft, "model.mtp_", "heads of further tokens are trained whole, not beside adapters")
         if out.get("training.optimizer") == "muon" and not out.get(f"{LORA}.modules_to_save"):

@@ -191,15 +191,43 @@ def answers_of_trl(draft: PeerSetup) -> bool | None:
 
 @conversion(":truncation")
 def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """What happens to samples that are too long."""
-    names = {"delete": {}, "raise": {f"{BASIC}.truncation": "error"}, "none": {}}
-    if str(value).lower() in names:
-        return names[str(value).lower()]
-    return (
-        {f"{BASIC}.truncation": "shrink"}
-        if value == "left"
-        else no("tokens are never cut off; basic_parameters.truncation: shrink removes whole turns")
-    )
+    """What happens to samples that are too long. Documents that lose their end have no turns to lose instead."""
+    word, are_documents = str(value).lower(), draft.method == "pretrain"
+    if word in ("delete", "none"):
+        return {f"{BASIC}.truncation": "drop"} if are_documents else {}
+    if word == "right" and not are_documents:
+        return no("tokens are never cut off; basic_parameters.truncation: shrink removes whole turns")
+    if word == "left" and are_documents:
+        return no("the beginning of a document is never cut off; basic_parameters.truncation: split keeps all of it")
+    if word == "split" and draft.method in ("dpo", "grpo"):
+        return no("only documents are cut into pieces")
+    names = {"raise": "error", "left": "shrink", "right": "shrink", "split": "split"}
+    return {f"{BASIC}.truncation": names[word]} if word in names else no("the strategy is not known here")
+
+
+@conversion(":packing_strategy")
+def packing_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """How TRL fills packs, and whether what is longer than one is kept (`wrapped`, `bfd_split`) or loses its end."""
+    if str(value).lower() in ("wrapped", "bfd_split", "bfd-requeue"):
+        return {f"{BASIC}.truncation": "split"}
+    return idle("rows are packed by length, no sample attends to another")
+
+
+_CUT = {
+    "llamafactory": "there, documents are joined before they are cut",
+    "axolotl": "documents are cut, as there",
+}
+"""Tool that cuts long documents unless it is told otherwise → how."""
+
+
+def settle_long_documents(draft: PeerSetup) -> None:
+    """What becomes of documents that are longer than a sample may be, once stage and streaming are known."""
+    if draft.out.get(f"{BASIC}.stage") == "pretrain" and draft.tool.name in _CUT:
+        draft.put(f"{BASIC}.truncation", "split", _CUT[draft.tool.name])
+    if draft.out.get(f"{BASIC}.streaming") and draft.out.get(f"{BASIC}.truncation") == "split":
+        del draft.out[f"{BASIC}.truncation"]
+        told = "longer documents are left out while rows are streamed; there, they are cut into pieces"
+        draft.note(f"{BASIC}.cutoff_len", told)
 
 
 @conversion(":hub_dataset")
@@ -308,11 +336,10 @@ def ax_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":ax_pretraining")
 def ax_pretraining(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """axolotl's streamed documents, which are trained on whole."""
+    """axolotl's documents. It streams them; here they are indexed, so that long ones can be cut."""
     given = draft.given.tree.get("pretraining_dataset")
     entries = [_ax_entry(draft, entry) for entry in _entries(given)]
     entries = entries or ([draft.folder_of(str(given), "data", data_fetch)] if isinstance(given, str) else [])
-    draft.put(f"{BASIC}.streaming", True)
     return {f"{BASIC}.dataset": entries[0] if len(entries) == 1 else entries, f"{BASIC}.stage": "pretrain"}
 
 

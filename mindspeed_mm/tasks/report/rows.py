@@ -44,6 +44,6 @@ def _read(resolved: Path) -> list[Record]:
     from mindspeed_mm.tasks.data.page import shown_row
     from mindspeed_mm.tasks.data.preview import first_rows, show_rows
 
-    data = open_data(resolved, _UNTRUSTED, patient=True)
+    data = open_data(resolved, _UNTRUSTED, patient=True, pieces=True)
     chosen = first_rows(data.loader(), len(data.dataset), MOST_ROWS)
     return [shown_row(row, data.dataset.media) for row in show_rows(data, chosen)]

@@ -41,7 +41,7 @@ class Texts(MMDataset):
         self.basic_parameters = BasicParameters(**basic)
         self.max_bad_fraction = self.basic_parameters.max_bad_fraction
         self.on_bad_sample = self.basic_parameters.on_bad_sample
-        self.truncation = self.basic_parameters.truncation
+        self.truncation = self.basic_parameters.if_too_long
         self.measured: list[int] = []
         self.parts: list[Part] = [Part("a", 0, len(self.lengths))]
 

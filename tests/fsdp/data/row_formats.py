@@ -167,6 +167,16 @@ FORMATS: dict[str, Format] = {
         dpo="",
         grpo="no row format fits|preference pair",
     ),
+    "hh-rlhf": Format(
+        lambda m: with_images(
+            m,
+            chosen=f"\n\nHuman: {marked(m)}\n\nAssistant: {ANSWER}",
+            rejected=f"\n\nHuman: {marked(m)}\n\nAssistant: {WORSE}",
+        ),
+        sft=A_PAIR,
+        dpo="",
+        grpo="no row format fits|preference pair",
+    ),
     "RLAIF-V": Format(lambda m: with_images(m, question=marked(m), **PAIR), sft=A_PAIR, dpo=""),
 }
 """Name → a format of rows."""

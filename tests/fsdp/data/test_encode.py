@@ -394,7 +394,10 @@ class TestDocuments:
         assert len(sample["input_ids"]) == 3
         assert sample["shrunk"]
         with pytest.raises(TooLongError):
-            build({"text": "one two three four"}, **options)[0]
+            build({"text": "one two three four"}, truncation="drop", **options)[0]
+        whole = build({"text": "one two three four"}, truncation="drop", **options | {"cutoff_len": 64})[0]
+        split = build({"text": "one two three four"}, **options)[0]  # whoever takes documents cuts them
+        assert split["input_ids"].tolist() == whole["input_ids"].tolist() and not split["shrunk"]
 
 
 def test_a_text_model_reads_conversations(build: Build, tokenizer: Any, text_folder: Path) -> None:

@@ -322,7 +322,25 @@ def test_long_documents_are_told(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: d\ncutoff_len: 1024\n")
     found = importing.run([str(file)])
-    assert found.values[f"{BASIC}.cutoff_len"] == 1024 and "cut into pieces" in found.comments[f"{BASIC}.cutoff_len"]
+    assert found.values[f"{BASIC}.truncation"] == "split" and "joined" in found.comments[f"{BASIC}.truncation"]
+    file.write_text(file.read_text() + "streaming: true\nmax_steps: 9\n")
+    found = importing.run([str(file)])
+    assert f"{BASIC}.truncation" not in found.values and "left out" in found.comments[f"{BASIC}.cutoff_len"]
+
+
+@pytest.mark.parametrize(
+    ("words", "truncation"),
+    [
+        ("swift pt --model m --dataset d", "drop"),
+        ("swift pt --model m --dataset d --truncation_strategy split", "split"),
+        ("swift pt --model m --dataset d --truncation_strategy right", "shrink"),
+        ("swift sft --model m --dataset d", None),
+        ("trl sft --model_name_or_path m --dataset_name d --packing true --packing_strategy wrapped", "split"),
+        ("trl sft --model_name_or_path m --dataset_name d --packing true --packing_strategy bfd", None),
+    ],
+)
+def test_long_documents_are_treated_as_there(words: str, truncation: str | None) -> None:
+    assert importing.run(words.split()).values.get(f"{BASIC}.truncation") == truncation
 
 
 def test_entries_of_axolotl(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class EncodeOptions:
     cutoff_len: int
     train_on_prompt: bool = False
     mask_history: bool = False
-    truncation: Literal["drop", "shrink", "error"] = "drop"
+    truncation: Literal["drop", "shrink", "split", "error"] = "drop"
+    """`split`: documents are encoded whole, whatever their length; whoever takes them cuts them."""
     train_media: bool = False
     """Placeholders of media in trained turns are trained, too: the model says them, as tokens."""
 
@@ -253,10 +254,13 @@ class SampleEncoder:
         return _encoded(sample, ids, ids.copy(), [], shrunk=len(ids) < full)
 
     def _document(self, sample: Sample) -> tuple[np.ndarray, int]:
-        """A document: every token is trained, its end too. Shrinking cuts it, for it has no turns or items."""
+        """A document: every token is trained, its end too. Shrinking takes its end away, for it has no turns or
+        items; where documents are split, all of it is kept."""
         ids, _ = self._tokens.encode(self._tokens.protect(sample.text or ""), [])
         if self._end_of_text is not None and (not len(ids) or ids[-1] != self._end_of_text):
             ids = np.append(ids, self._end_of_text)
+        if self._options.truncation == "split":
+            return ids, len(ids)
         if len(ids) > self._options.cutoff_len and self._options.truncation != "shrink":
             raise self._too_long(len(ids))
         return ids[: self._options.cutoff_len], len(ids)

@@ -55,7 +55,7 @@ class SpokenRows(MMDataset):
         self.folder = Path(folder)
         self.basic_parameters = basic_param
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
-        self.truncation = basic_param.truncation
+        self.truncation = basic_param.if_too_long
         self._rows: Any = open_rows(basic_param, dataset_param.attr)
         self.parts = self._rows.parts
         self.processor = load_processor(folder)

@@ -5,6 +5,7 @@ The rows that a cache lacks are encoded by several processes, each of which writ
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -146,6 +147,11 @@ def cache_root(basic: BasicParameters) -> Path:
     return first.resolve().parent / _FOLDER
 
 
+def can_keep_samples(basic: BasicParameters) -> bool:
+    """Whether there is a place for encoded samples: one that is named, or a folder of rows that may be written to."""
+    return basic.cache_dir is not None or os.access(cache_root(basic).parent, os.W_OK)
+
+
 class _Preparation:
     """Encodes what a cache lacks.
 
@@ -202,7 +208,7 @@ class _Preparation:
             if self._basic.on_bad_sample == "error":
                 with told_as(offer_skipping):
                     self._stop_at(encoded.bad)
-            if self._basic.truncation == "error":
+            if self._basic.if_too_long == "error":
                 self._stop_at(encoded.too_long)
         took_s, size_gib = time.monotonic() - began, self._folder.size_bytes() / 2**30
         self._progress.note(
@@ -242,6 +248,7 @@ _SEGMENT_S = 20.0
 _CHUNKS_PER_WORKER = 16
 _LEAST_CHUNK = 16
 _KEYS_AT_ONCE = 4096
+_MEASURED_AT_ONCE = 256
 _MOST_WORKERS = 8
 
 
@@ -297,6 +304,24 @@ def encode_rows(
         yield encoded
 
 
+def measured_rows(dataset: MMDataset, rows: np.ndarray) -> np.ndarray:
+    """Sizes of rows, found by several processes where they are many.
+
+    Args:
+        dataset: Of rows.
+        rows: Which.
+
+    Returns:
+        (rows, 2) int64 tokens and patches; 0 and 0 where a row cannot be used.
+
+    Raises:
+        MachineError: A process was killed.
+    """
+    chunks = [rows[start : start + _MEASURED_AT_ONCE].tolist() for start in range(0, len(rows), _MEASURED_AT_ONCE)]
+    workers = workers_for(dataset.basic_parameters.preprocessing_num_workers) if len(chunks) > 1 else 0
+    return np.concatenate([np.zeros((0, 2), np.int64), *_spread(_RowMeasurer(dataset, chunks), workers)])
+
+
 def workers_for(asked: int | None) -> int:
     """Processes that encode: as asked, else one a core."""
     if asked is not None:
@@ -321,6 +346,24 @@ class _KeyFinder(Dataset[np.ndarray]):
             return self._keys.key(self._dataset.sample(row))
         except DataError:
             return b""
+
+
+class _RowMeasurer(Dataset[np.ndarray]):
+    """Chunks of rows → their sizes."""
+
+    def __init__(self, dataset: MMDataset, chunks: Sequence[list[int]]) -> None:
+        self._dataset, self._chunks = dataset, chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        chunk = self._chunks[number]
+        sizes = np.zeros((len(chunk), 2), dtype=np.int64)
+        for at, row in enumerate(chunk):
+            with contextlib.suppress(DataError):
+                sizes[at] = self._dataset.measure(row) or (0, 0)
+        return sizes
 
 
 class _RowEncoder(Dataset[Encoded]):

@@ -90,6 +90,25 @@ def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
+def _documents_can_be_cut(arguments: Arguments) -> Iterator[Problem]:
+    for key, dataset in arguments.data.described.items():
+        basic = dataset.basic_parameters
+        if basic.truncation != "split":
+            continue
+        if basic.streaming:
+            yield Problem(
+                "documents are cut where their lengths are known, and streamed rows are not measured",
+                key=f"{key}.basic_parameters.truncation",
+                way_out="Set streaming: false.",
+            )
+        elif basic.stage in ("rm", "prompt"):
+            yield Problem(
+                f"only documents are cut into pieces, and rows of stage {basic.stage} are conversations",
+                key=f"{key}.basic_parameters.truncation",
+                way_out="Leave truncation out, or set another value.",
+            )
+
+
 def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
     """Rows that are streamed have no number until all are read."""
     for key, dataset in arguments.data.described.items():
@@ -256,6 +275,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _adapters_have_a_base,
     _learning_rates_are_in_order,
     _stable_part_is_left,
+    _documents_can_be_cut,
     _streams_are_not_counted,
     _scaling_plan_is_regex,
     _prior_is_paired_and_weighted,

@@ -99,7 +99,7 @@ def build_data(arguments: Arguments, job: Job) -> RunData:
     data = arguments.data
     if draws_samples(arguments):
         data = prompts_of(data)
-    is_short = all(section.basic_parameters.preprocess_on_fly for section in data.described.values())
+    is_short = not any(section.basic_parameters.encodes_first for section in data.described.values())
     with job.setup("reading the data") if is_short else nullcontext():
         train, validation = build_mm_dataset(
             data.dataset_param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param

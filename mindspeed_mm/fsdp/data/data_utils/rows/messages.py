@@ -6,9 +6,9 @@ fields are read wherever they stand.
 
 A preference row is one conversation with a better and a worse end. Both ends may stand beside the messages they answer
 (LLaMA-Factory: `chosen` and `rejected`, each a message or a text; TRL: lists of messages after `prompt`), or be whole
-conversations, told by their beginning with the user's or a system message, that differ from some message on. The better
-end may also be the row's own answer (ms-swift: `messages` and `rejected_response` or `rejected_messages`). Only what
-differs is trained.
+conversations, told by their beginning with the user's or a system message, that differ from some message on, or whole
+texts (see `transcripts`). The better end may also be the row's own answer (ms-swift: `messages` and `rejected_response`
+or `rejected_messages`). Only what differs is trained.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import (
 )
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
+from mindspeed_mm.fsdp.data.data_utils.rows.transcripts import turns_of_texts
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, Unread
 
@@ -259,13 +260,17 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, convert: C
     Raises:
         DataError: One is missing, or both are the same.
     """
-    if row_format.chosen:
+    texts = _whole_texts(row, row_format, place)
+    if texts is not None:
+        chosen, rejected = texts
+    elif row_format.chosen:
         chosen = _with_answer(row, row_format, place, convert, "chosen")
     elif row_format.rejected and _has_own_answer(row_format):
         chosen = convert(row, row_format, place)
     else:
         raise wrong_field(PAIRS["chosen"][0], None, row, place, "an answer")
-    rejected = _with_answer(row, row_format, place, convert, "rejected")
+    if texts is None:
+        rejected = _with_answer(row, row_format, place, convert, "rejected")
     differ = 0
     """Number of the first message that is another one."""
     for one, other in zip(chosen.messages, rejected.messages, strict=False):
@@ -285,6 +290,23 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, convert: C
         for i, weight in enumerate(sample.weights[:differ]):
             if weight is not None:
                 sample.weights[i] = 0.0
+    return chosen, rejected
+
+
+def _whole_texts(row: Row, row_format: RowFormat, place: RowLocation) -> tuple[Sample, Sample] | None:
+    """Both conversations of a row without a prompt whose answers are whole texts; None: it is another row."""
+    columns = (row_format.chosen or "", row_format.rejected or "")
+    if row_format.messages or row_format.prompt or not all(isinstance(row.get(name), str) for name in columns):
+        return None
+    if not all(row[name].strip() for name in columns):
+        return None
+    better, worse, note = turns_of_texts(row, columns, row_format.columns, place)
+    chosen, rejected = Sample(place), Sample(place)
+    for sample, turns, column in ((chosen, better, columns[0]), (rejected, worse, columns[1])):
+        add_messages(sample, turns, row_format, column)
+        if not sample.messages[-1]["content"]:
+            raise DataError("the answer is empty", where=str(place), key=column, way_out=REPAIR)
+        sample.notes += [note] if note else []
     return chosen, rejected
 
 

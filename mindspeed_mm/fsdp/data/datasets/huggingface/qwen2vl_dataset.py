@@ -98,7 +98,8 @@ class Qwen2VLDataset(MMDataset):
         self.parts, self.row_numbers = self._rows.parts, self._rows.row_numbers
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
-        self.truncation = basic_param.truncation
+        self.truncation = basic_param.if_too_long
+        self.cuts_documents = self.truncation == "split" and basic_param.stage in ("sft", "pretrain")
         self._notes = NotesReported()
         self._check_first_rows()
         self._build_encoder()
@@ -233,7 +234,10 @@ class Qwen2VLDataset(MMDataset):
         shaping = {key for key in SHAPING_PREPROCESS if key not in _ADDED or self._preprocess[key]}
         basic = {key for key in _SHAPING_BASIC if key not in _ADDED or self.basic_parameters[key]}
         settings = {
-            "basic_parameters": self.basic_parameters.model_dump(mode="json", include=basic),
+            "basic_parameters": {
+                **self.basic_parameters.model_dump(mode="json", include=basic),
+                "truncation": self.basic_parameters.if_too_long,
+            },
             "preprocess_parameters": self._preprocess.model_dump(mode="json", include=shaping),
             "attr": self._attr.model_dump(mode="json"),
             "template": "" if self.template is None else hashlib.sha256(self.template.source.encode()).hexdigest(),
@@ -277,7 +281,7 @@ class Qwen2VLDataset(MMDataset):
             plugin=self.plugin,
             media=self.media,
             options=EncodeOptions(
-                basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.truncation, self.train_media
+                basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.if_too_long, self.train_media
             ),
         )
 
