@@ -103,7 +103,8 @@ class CogVideoXAdapter(DiffusionAdapter):
     def geometry(self) -> MediaGeometry:
         """1.5 has patches of two latent frames, and puts one frame before the 2k + 1 of a video; it has positions up to
         `sample_height` and `sample_width`. Where positions are learned (5B image to video) there is that size alone."""
-        config, sizes = self.transformer_config, super().geometry
+        config = self.transformer_config
+        sizes = self.sizes.geometry(self.component_config("vae"), config)
         patch_t, ratio = config.get("patch_size_t"), sizes.spatial_ratio
         largest = config.get("sample_height", 60) * ratio, config.get("sample_width", 90) * ratio
         limits: dict[str, Any] = {}
