@@ -1,4 +1,4 @@
-"""What a family of generators states in values, and what follows for one of its folders without weights."""
+"""The fields that a family of generators sets, and what follows from them and from a folder's JSON files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Requirement:
 
 
 class FamilyFacts:
-    """What a family's class states. Each adapter sets those that differ from the defaults here."""
+    """The table of a family: its adapter sets the fields that differ from these defaults."""
 
     transformer_class: ClassVar[str]
     """Name of the transformer's class in diffusers."""
@@ -97,15 +97,15 @@ class FamilyFacts:
     takes_tokens: ClassVar[bool] = False
     """Whether the transformer takes latents as rows of tokens of the geometry's patch (`pack`)."""
     pipeline_takes_tokens: ClassVar[bool] = False
-    """Whether the pipelines take them so, too."""
+    """Whether the pipelines take starting noise as such rows, too."""
     time_scale: ClassVar[int] = 1000
-    """What the transformer counts times up to: 1, or 1000."""
+    """Largest time that the transformer takes: 1, or 1000."""
     text_inputs: ClassVar[Mapping[str, str]] = {"encoder_hidden_states": EMBEDS}
     """Argument of the transformer's forward → batch key of the text features that it takes."""
     starts_with_frame: ClassVar[frozenset[str]] = frozenset()
     """Tasks whose first latent frame is given without noise."""
     zeros: ClassVar[tuple[str, ...]] = ()
-    """Names of parameters that begin as zeros. Modulation tables, `…scale_shift_table`, are drawn in any case."""
+    """Names of parameters that are zero from scratch. Modulation tables, `…scale_shift_table`, need no entry."""
     reads_fps: ClassVar[bool] = False
     """Whether `inputs` reads how fast a clip is: `fps` of the batch."""
     latents_in_sequence: ClassVar[tuple[str, ...]] = ()
@@ -274,7 +274,7 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
 
     def width_of(self, component: str) -> tuple[int | None, str]:
         """Width of an encoder's features, or channels of a VAE, and where they are stated. None: the folder has no such
-        component, or nothing is known of it."""
+        component, or its configuration is unknown."""
         if not self.has_component(component):
             return None, component
         config = self.component_config(component)
@@ -283,8 +283,8 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         return config.get(name), f"vae: {name}" if component == "vae" else component
 
     def input_channels(self, channels: int) -> tuple[int, str]:
-        """How many channels the transformer takes for a VAE of so many, and in words what that is of them. Here: those
-        of a token, where it takes tokens."""
+        """Channels of the transformer's input for a VAE with this many, and how messages call the difference, such as
+        ` × 4`. Here: the channels of a token, if the transformer takes tokens."""
         of_token = math.prod(self.geometry.patch)
         if not self.takes_tokens or of_token == 1:
             return channels, ""

@@ -120,8 +120,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:]), "image_embeds": (tokens, width)}
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Condition and mask stand behind the channels; without a picture they and its features are
-        zeros."""
+        """Condition and mask stand behind the channels; without a picture they and its features are zeros."""
         behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
         if "condition_latents" in batch:
             behind[:, :-1, :1] = batch["condition_latents"].to(noisy.dtype)

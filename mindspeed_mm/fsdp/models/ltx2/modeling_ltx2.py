@@ -232,8 +232,8 @@ class LTX2Adapter(DiffusionAdapter):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens of both; time is of pictures with a first frame for each token, 0 where it is given; positions are in
-        seconds, by the clip's own rate."""
+        """Tokens of pictures and of sound. With a first frame, pictures have a time for each token, 0 where the frame
+        is given. Positions are in seconds, by the clip's own rate."""
         inputs, heard = super().inputs(noisy, sigma, batch, guidance), self._heard(noisy, batch)
         time = inputs["timestep"]
         frames, height, width = self.geometry.grid(tuple(noisy.shape))

@@ -97,7 +97,7 @@ class LTXVideoAdapter(DiffusionAdapter):
     )
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """The decoder of later releases is told how much noise is left, and adds some."""
+        """Later releases have a decoder that denoises, too: they are rejected."""
         if vae.config.timestep_conditioning:
             raise ConfigError(
                 "the decoder of this VAE denoises, too, and rewards would look at what it adds",
@@ -108,8 +108,8 @@ class LTXVideoAdapter(DiffusionAdapter):
         return super().vae_latents(vae, latents)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is of i2v for each token, (B, N), 0 where the frame is given; also the size in tokens, and what a token
-        covers: seconds by the clip's own rate, and pixels."""
+        """Also the size in tokens, and what a token covers: seconds, by the clip's own rate, and pixels. i2v: a time
+        for each token, (B, N), 0 where the frame is given."""
         inputs, geometry = super().inputs(noisy, sigma, batch, guidance), self.geometry
         frames, height, width = geometry.grid(tuple(noisy.shape))
         if self.task == "i2v":

@@ -51,7 +51,6 @@ class Lumina2Adapter(DiffusionAdapter):
     memory_streams = ("samples",)
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 256
-
     sizes = LatentSizes(16, step=16, positions=("axes_lens", (300, 512, 512)))
     widths = {"in_channels": "vae", "cap_feat_dim": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)

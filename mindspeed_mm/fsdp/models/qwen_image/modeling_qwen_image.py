@@ -92,15 +92,15 @@ class QwenImageAdapter(DiffusionAdapter):
 
     @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """A picture is a clip of one frame."""
+        """The VAE is one of videos: a picture is a clip of one frame."""
         return self.latents_of(pipeline.vae, pixels)[:, :, 0]
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """A picture is a clip of one frame."""
+        """The inverse, again as a clip of one frame."""
         return super().vae_latents(vae, latents).unsqueeze(2)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Also the size in tokens."""
+        """Also the size of each sample in tokens."""
         grid = self.geometry.grid(tuple(noisy.shape))
         return super().inputs(noisy, sigma, batch, guidance) | {"img_shapes": [[grid]] * len(noisy)}
 

@@ -39,7 +39,6 @@ class SanaAdapter(DiffusionAdapter):
     older_lora_targets = layers_of("*.attn1", "*.attn2")
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 300
-
     sizes: ClassVar[LatentSizes] = LatentSizes(32, ratios=by_blocks("encoder_block_out_channels", 6), patch=1, step=32)
     widths = {"in_channels": "vae", "caption_channels": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)

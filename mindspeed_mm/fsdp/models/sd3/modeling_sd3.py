@@ -66,7 +66,6 @@ class StableDiffusion3Adapter(DiffusionAdapter):
             guidance=3.5,
         ),
     )
-
     sizes = LatentSizes(16, positions=("pos_embed_max_size", 96))
     widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder_3"}
     captions = CaptionRows((EMBEDS, "", POOLED), call={"prompt_2": None, "prompt_3": None, **UNGUIDED})

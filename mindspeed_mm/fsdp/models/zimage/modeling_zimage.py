@@ -56,7 +56,6 @@ class ZImageAdapter(DiffusionAdapter):
         ReleaseUse(size=(1024, 1024)),
         ReleaseUse("Z-Image Turbo", {"scheduler.shift": 3.0, "transformer.n_layers": 30}, steps=9, guidance=0.0),
     )
-
     sizes = LatentSizes(16, positions=("axes_lens", (1024, 512, 512)))
     widths = {"in_channels": "vae", "cap_feat_dim": "text_encoder"}
     captions = CaptionRows(masks=MASKED, call=UNGUIDED)
