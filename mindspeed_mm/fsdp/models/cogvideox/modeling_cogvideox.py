@@ -114,15 +114,20 @@ class CogVideoXAdapter(DiffusionAdapter):
             limits = {"heights": (largest[0],) * 2, "widths": (largest[1],) * 2}
         return replace(
             sizes,
-            latent_channels=sizes.latent_channels // (2 if self.task == "i2v" else 1),
+            latent_channels=sizes.latent_channels // self._inputs,
             leading_frames=sizes.patch[0] - 1,
             frame_multiple=_DECODED_TOGETHER,
             **limits,
         )
 
     def input_channels(self, channels: int) -> tuple[int, str]:
-        """i2v: noise and condition."""
-        return (2 if self.task == "i2v" else 1) * channels, f", for {self.task}"
+        """Those of each input."""
+        return self._inputs * channels, f", for {self.task}"
+
+    @property
+    def _inputs(self) -> int:
+        """Noise, and of i2v the condition."""
+        return 1 + (self.task == "i2v")
 
     @cached_property
     def noise_path(self) -> NoisePath:

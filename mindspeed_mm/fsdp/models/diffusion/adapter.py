@@ -261,10 +261,10 @@ class DiffusionAdapter(FamilyFolder):
         """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has
         none of them is left alone. Here: modulation tables are drawn from N(0, 1/width), as in diffusers' constructors,
         and `zeros` set to zero."""
-        for name, parameter in module._parameters.items():
-            if parameter is not None and name.endswith("scale_shift_table"):
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("scale_shift_table"):
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-            elif parameter is not None and name in self.zeros:
+            elif name in self.zeros:
                 parameter.zero_()
 
     def released_shift(self, tokens: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 
@@ -45,25 +46,34 @@ def of_buffers(vae: ModelMixin) -> tuple[Numbers, Numbers]:
 
 @dataclass(frozen=True)
 class LatentScale:
-    """How the latents of a family's VAE are normalised."""
-
-    numbers: Callable[[ModelMixin], tuple[Numbers, Numbers]] | None = None
-    """Mean and standard deviation of each channel; None: the VAE's one `shift_factor` and `scaling_factor`."""
+    """How the latents of a family's VAE are normalised. Here: by its `shift_factor` and `scaling_factor`."""
 
     def apply(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """Latents of a VAE, (B, C, …), in the scale that transformers take."""
-        if self.numbers is None:
-            return scaled(vae, latents)
-        return standardised(latents, *self.numbers(vae))
+        return scaled(vae, latents)
 
     def undo(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """Invert `apply`."""
-        if self.numbers is None:
-            return unscaled(vae, latents)
+        return unscaled(vae, latents)
+
+
+@dataclass(frozen=True)
+class ChannelScale(LatentScale):
+    """Normalised channel by channel."""
+
+    numbers: Callable[[ModelMixin], tuple[Numbers, Numbers]]
+    """VAE → mean and standard deviation of each channel."""
+
+    @override
+    def apply(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
+        return standardised(latents, *self.numbers(vae))
+
+    @override
+    def undo(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         return unstandardised(latents, *self.numbers(vae))
 
 
-BY_SETTINGS, BY_BUFFERS = LatentScale(of_settings), LatentScale(of_buffers)
+BY_SETTINGS, BY_BUFFERS = ChannelScale(of_settings), ChannelScale(of_buffers)
 
 
 def scaled(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:

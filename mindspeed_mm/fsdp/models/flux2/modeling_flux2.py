@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import LatentScale, Numbers
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
@@ -86,7 +86,7 @@ class Flux2Adapter(DiffusionAdapter):
     encoders = ("vae", "text_encoder", "tokenizer")
     widths = {"in_channels": "vae"}
     sizes = LatentSizes(128, patch=1, packs=True, folded=PATCH)
-    scale = LatentScale(_numbers)
+    scale = ChannelScale(_numbers)
     takes_tokens = True
     time_scale = 1
     guidance_by_default = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import LatentScale, Numbers, of_settings
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers, of_settings
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.sana.modeling_sana import SanaAdapter
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -30,7 +30,7 @@ class SanaVideoAdapter(SanaAdapter):
     pipelines = {"t2v": "SanaVideoPipeline"}
     lora_targets = SanaAdapter.older_lora_targets  # diffusers has no script for it
     sizes = LatentSizes(16, ratios=by_settings(8, 4), is_video=True, step=32, positions=("rope_max_seq_len", 1024))
-    scale = LatentScale(_numbers)
+    scale = ChannelScale(_numbers)
     never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
