@@ -16,7 +16,7 @@ _TYPES = {"path": Path, "int": int, "float": float}
 
 @dataclass(frozen=True)
 class EntryFlags:
-    """What a script takes."""
+    """The parser of a script's flags, and those that it does not know as options."""
 
     parser: argparse.ArgumentParser
     idle: Mapping[str, str]

@@ -121,7 +121,7 @@ class CogVideoXAdapter(DiffusionAdapter):
         )
 
     def input_channels(self, channels: int) -> tuple[int, str]:
-        """Those of each input."""
+        """Noise, and of i2v the condition, each as the VAE has them."""
         return self._inputs * channels, f", for {self.task}"
 
     @property

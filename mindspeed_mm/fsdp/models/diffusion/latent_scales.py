@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-Numbers = Sequence[float] | torch.Tensor
+Numbers: TypeAlias = Sequence[float] | torch.Tensor
 """One number for each channel, (C,)."""
 
 
@@ -53,13 +53,13 @@ class LatentScale:
         return scaled(vae, latents)
 
     def undo(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """Invert `apply`."""
+        """Invert `apply`: normalised latents in the scale that the VAE decodes."""
         return unscaled(vae, latents)
 
 
 @dataclass(frozen=True)
 class ChannelScale(LatentScale):
-    """Normalised channel by channel."""
+    """Each channel is normalised by its mean and standard deviation."""
 
     numbers: Callable[[ModelMixin], tuple[Numbers, Numbers]]
     """VAE → mean and standard deviation of each channel."""

@@ -107,7 +107,7 @@ class Flux2Adapter(DiffusionAdapter):
         return [*super().requirements(), three]
 
     def input_channels(self, channels: int) -> tuple[int, str]:
-        """Those of a patch."""
+        """The channels of all positions in a patch."""
         return PATCH**2 * channels, f" × {PATCH**2}"
 
     def resolution_shift(self, tokens: int) -> float:

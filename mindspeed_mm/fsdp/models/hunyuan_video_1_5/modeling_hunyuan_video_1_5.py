@@ -77,7 +77,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     }
 
     def input_channels(self, channels: int) -> tuple[int, str]:
-        """Noise, condition and mask."""
+        """The condition and its mask stand behind the noise, with or without a picture."""
         return 2 * channels + 1, " × 2 + 1"
 
     @torch.no_grad()

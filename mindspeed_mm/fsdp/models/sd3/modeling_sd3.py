@@ -73,6 +73,6 @@ class StableDiffusion3Adapter(DiffusionAdapter):
 
     def requirements(self) -> list[Requirement]:
         """Also both CLIP encoders' features side by side."""
-        both = [self.component_config(name).get("projection_dim") for name in ("text_encoder", "text_encoder_2")]
-        pooled = sum(both) if all(both) else None
-        return [*super().requirements(), Requirement("pooled_projection_dim", pooled, "text_encoder_2")]
+        first, second = (self.setting(name, "projection_dim") for name in ("text_encoder", "text_encoder_2"))
+        both = first and second and first + second
+        return [*super().requirements(), Requirement("pooled_projection_dim", both, "text_encoder_2")]
