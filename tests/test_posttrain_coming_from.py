@@ -13,9 +13,10 @@ from ruamel.yaml import YAML
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.provider.entry_flags import entry_flags
 from mindspeed_mm.provider.flags import by_spelling
 from mindspeed_mm.tasks.config import run_flags
-from mindspeed_mm.tasks.dancegrpo.flags import build_parser, configuration, read_flags
+from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
 from tests.helpers.tiny_pairs import make_tiny_pairs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "posttrain_coming_from.md").read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ def test_settings_of_trl_exist() -> None:
 
 
 def test_flags_of_scripts_exist() -> None:
-    known = set(by_spelling()) | set(build_parser()._option_string_actions)
+    known = set(by_spelling()) | set(entry_flags("posttrain_flux_dancegrpo").parser._option_string_actions)
     told = [name for theirs, _ in table(OF_FLAGS) for name in named(theirs) if name.startswith("--")]
     assert len(told) > 15 and set(told) <= known
 

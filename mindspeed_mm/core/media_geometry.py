@@ -132,12 +132,15 @@ class MediaGeometry:
         """Frames of a video with latents of this shape, (C, T, H, W)."""
         return (latent_shape[-3] - self.leading_frames - 1) * self.temporal_ratio + 1
 
-    def tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Tokens of latents of this shape."""
-        *_, height, width = latent_shape
+    def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Tokens of latents of this shape along time, height and width."""
         frames = latent_shape[-3] if self.is_video else self.patch[0]
-        patch_t, patch_h, patch_w = self.patch
-        return (frames // patch_t) * (height // patch_h) * (width // patch_w)
+        t, h, w = self.patch
+        return frames // t, latent_shape[-2] // h, latent_shape[-1] // w
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Number of tokens of latents of this shape."""
+        return math.prod(self.grid(latent_shape))
 
 
 @dataclass(frozen=True)

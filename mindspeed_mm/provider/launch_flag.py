@@ -1,4 +1,4 @@
-"""One row of the table of flags."""
+"""One row of the table of flags, `flags.toml`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LaunchFlag:
     """As scripts write it, without the dashes; `_` and `-` are the same."""
     kind: Kind
     default: Any = None
-    """What Megatron takes where the flag is absent."""
+    """What Megatron takes where the flag is absent; of a switch False."""
     key: str = ""
     """The configuration key that takes the value as it is."""
     rule: str = ""
@@ -32,6 +32,10 @@ class LaunchFlag:
     example: str = ""
     """A value that scripts give, where 2 or a word would not do."""
 
+    def __post_init__(self) -> None:
+        if self.kind == "switch":
+            object.__setattr__(self, "default", False)
+
     @property
     def dest(self) -> str:
         """Its name in the namespace."""
@@ -41,23 +45,3 @@ class LaunchFlag:
     def spellings(self) -> tuple[str, ...]:
         """How it may be written."""
         return tuple(dict.fromkeys((f"--{self.name}", f"--{self.dest}", f"--{self.name.replace('_', '-')}")))
-
-
-def idle(reason: str, kind: Kind, names: str) -> tuple[LaunchFlag, ...]:
-    """Rows of flags that are accepted and have no effect.
-
-    Args:
-        reason: Why.
-        kind: Of all of them.
-        names: Separated by spaces.
-    """
-    return tuple(LaunchFlag(name, kind, _absent(kind), idle=reason) for name in names.split())
-
-
-def refused(reason: str, kind: Kind, names: str) -> tuple[LaunchFlag, ...]:
-    """Rows of flags that are errors; see `idle`."""
-    return tuple(LaunchFlag(name, kind, _absent(kind), refused=reason) for name in names.split())
-
-
-def _absent(kind: Kind) -> bool | None:
-    return False if kind == "switch" else None

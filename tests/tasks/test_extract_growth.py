@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.fsdp.data.feature_store import open_features
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.flux.modeling_flux import FluxAdapter
 from tests.helpers.runs import lines, mm
 from tests.tasks.extraction_run import files, make_run, run
 from tests.tasks.test_extract_kill import extract_and_die
@@ -33,18 +33,18 @@ class Encoded:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Encoded:
     found = Encoded()
-    media, text = FluxAdapter.encode_media, FluxAdapter.encode_text
+    media, text = DiffusionAdapter.encode_media, DiffusionAdapter.encode_text
 
-    def counted_media(self: FluxAdapter, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def counted_media(self: DiffusionAdapter, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         found.pictures += len(pixels)
         return media(self, pipeline, pixels)
 
-    def counted_text(self: FluxAdapter, pipeline: Any, captions: Any) -> Any:
+    def counted_text(self: DiffusionAdapter, pipeline: Any, captions: Any) -> Any:
         found.captions += captions
         return text(self, pipeline, captions)
 
-    monkeypatch.setattr(FluxAdapter, "encode_media", counted_media)
-    monkeypatch.setattr(FluxAdapter, "encode_text", counted_text)
+    monkeypatch.setattr(DiffusionAdapter, "encode_media", counted_media)
+    monkeypatch.setattr(DiffusionAdapter, "encode_text", counted_text)
     return found
 
 

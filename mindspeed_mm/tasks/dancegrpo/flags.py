@@ -7,40 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.provider.entry_flags import EntryFlags, entry_flags
 
-WITHOUT_EFFECT = {
-    "--cache_dir": "nothing is downloaded",
-    "--cfg": "the script does not read it either",
-    "--checkpointing_steps": "--save-interval counts",
-    "--ckpt-format": "checkpoints have one format",
-    "--dataloader_num_workers": "prompts are read in no time",
-    "--distributed-backend": "it follows from the device",
-    "--ema_decay": "the script does not read it either",
-    "--ema_start_step": "the script does not read it either",
-    "--eval-interval": "nothing is evaluated while training",
-    "--eval-iters": "nothing is evaluated while training",
-    "--ignore_last": "the last step is never trained: it draws no noise",
-    "--load_rank": "weights are read shard by shard",
-    "--loss_coef": "the script does not read it either",
-    "--lr_num_cycles": "the learning rate is constant",
-    "--lr_power": "the learning rate is constant",
-    "--mm-tool": "profilers are set in the YAML",
-    "--no-save_images": "pictures of a rollout are not written to files",
-    "--num_latent_t": "the script does not read it either",
-    "--output_dir": "--save counts",
-    "--precondition_outputs": "the script does not read it either",
-    "--sampler_seed": "--seed decides the order of prompts, too",
-    "--train_sp_batch_size": "--train_batch_size counts",
-}
-"""Flag → why it does nothing."""
-_SWITCHES = frozenset({"--ignore_last", "--no-save_images", "--precondition_outputs"})
-"""Those of them that take no value."""
-_SHARDING = ("full", "hybrid_full", "none")
-_DTYPES = {"no": "fp32", "bf16": "bf16"}
+_DTYPES = {"bf16": "bf16", "no": "fp32"}
+"""`--mixed_precision` → `param_dtype`."""
 _GUIDANCE = 3.5
 """What the script tells FLUX.1 dev."""
 
@@ -56,78 +30,17 @@ class DanceFlags:
     """What differs from the script, and which flags do nothing."""
 
 
-_SAVE = Path("dancegrpo")
-"""Where a run goes that is not told where."""
-
-
-class _EntryParser(argparse.ArgumentParser):
-    """Says what is wrong as every command here does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, way_out="See --help.")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The flags with the script's defaults."""
-    parser = _EntryParser(
-        "posttrain_flux_dancegrpo.py",
-        description="Train FLUX.1 on what HPSv2 thinks of its pictures (DanceGRPO). Words such as training.lr=1e-5 "
-        "change the YAML that is written.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="FOLDER", help="FLUX.1 in diffusers' layout.")
-    add("--save", type=Path, default=_SAVE, metavar="FOLDER", help="Where the run goes (%(default)s).")
-    add("--mm-data", type=Path, required=True, metavar="JSON", help="Names the prompts (videos2caption.json).")
-    add("--mm-model", type=Path, required=True, metavar="JSON", help="Names HPSv2's weights.")
-    add("--seed", type=int, default=42, help="Seed (%(default)s).")
-    add("--lr", type=float, default=1e-4, help="Learning rate (%(default)s).")
-    add("--lr_warmup_steps", type=int, default=10, help="Steps until it is reached (%(default)s).")
-    add("--lr_scheduler", choices=["constant", "constant_with_warmup"], default="constant_with_warmup",
-        help="Its course (%(default)s).")  # fmt: skip
-    add("--weight-decay", type=float, default=0.01, help="AdamW (%(default)s).")
-    add("--max_grad_norm", type=float, default=2.0, help="Largest norm of gradients (%(default)s).")
-    add("--train-iters", type=int, required=True, help="Rollouts, each of which makes one step.")
-    add("--log-interval", type=int, default=1, help="Steps between two lines of the log (%(default)s).")
-    add("--save-interval", type=int, default=10_000, help="Steps between two checkpoints (%(default)s).")
-    add("--train_batch_size", type=int, default=1, help="Prompts of a rank and step (%(default)s).")
-    add("--gradient_accumulation_steps", type=int, default=1, help="Has no effect: a rollout makes one step.")
-    add("--gradient_checkpointing", action="store_true", help="Compute activations again, to save memory.")
-    add("--selective_checkpointing", type=float, default=1.0, help="Share of the blocks that does so: 1.")
-    add("--mixed_precision", choices=sorted(_DTYPES), default="bf16", help="What is computed in (%(default)s).")
-    add("--master_weight_type", choices=["fp32"], default="fp32", help="What weights are kept in (%(default)s).")
-    add("--use_cpu_offload", action="store_true", help="Keep weights and optimizer state on the host.")
-    add("--fsdp_sharding_strategy", choices=_SHARDING, default="hybrid_full", help="Ranks that share the weights: all "
-        "(full), those of a host (hybrid_full), or none (%(default)s).")  # fmt: skip
-    add("--sp_size", type=int, default=1, help="Ranks that share a picture (%(default)s).")
-    add("--h", type=int, required=True, help="Height in pixels.")
-    add("--w", type=int, required=True, help="Width in pixels.")
-    add("--t", type=int, default=1, choices=[1], help="Frames: FLUX.1 draws one.")
-    add("--sampling_steps", type=int, required=True, help="Steps from noise to picture.")
-    add("--eta", type=float, required=True, help="Noise that a step draws.")
-    add("--shift", type=float, default=1.0, help="Shift of the noise levels (%(default)s).")
-    add("--init_same_noise", action="store_true", help="Begin all samples of a prompt with the same noise.")
-    add("--timestep_fraction", type=float, default=1.0, help="Share of the steps that is trained (%(default)s).")
-    add("--use_group", action="store_true", help="Compare the samples of a prompt: needed.")
-    add("--num_generations", type=int, default=16, help="Samples of a prompt (%(default)s).")
-    add("--sample_batch_size", type=int, help="Samples that are drawn and trained at a time; default: a prompt's.")
-    add("--clip_range", type=float, default=1e-4, help="Distance from 1 at which ratios are cut (%(default)s).")
-    add("--adv_clip_max", type=float, default=5.0, help="Largest advantage (%(default)s).")
-    add("--use_hpsv2", action="store_true", help="HPSv2 is the reward; without it name others, posttrain.rewards=….")
-    add("--hps_reward_save", type=Path, metavar="FILE", help="Gets the mean reward of each step, a line each.")
-    return parser
-
-
 def read_flags(words: Sequence[str]) -> DanceFlags:
     """The flags of a command line.
 
     Raises:
         UsageError: One is unknown, missing, or of a value that cannot be.
     """
-    options, others = build_parser().parse_known_args(list(words))
-    overrides, notes = _others(others)
-    if options.save is _SAVE:
-        notes.append(f"--save is not given: the run goes to {_SAVE}")
+    known = entry_flags("posttrain_flux_dancegrpo", mixed_precision=_DTYPES)
+    options, others = known.parser.parse_known_args(list(words))
+    overrides, notes = _others(others, known)
+    if options.save is known.parser.get_default("save"):
+        notes.append(f"--save is not given: the run goes to {options.save}")
     if not options.use_group:
         raise UsageError(
             "is missing: samples are compared with others of their prompt", key="--use_group", way_out="Give it."
@@ -162,14 +75,14 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
     return DanceFlags(options, tuple(overrides), tuple(notes))
 
 
-def _others(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _others(words: Sequence[str], known: EntryFlags) -> tuple[list[str], list[str]]:
     """Words for the YAML, and notes on flags that do nothing."""
     overrides, notes, has_value = [], [], False
     for word in words:
         flag, sign, _ = word.partition("=")
-        if flag in WITHOUT_EFFECT:
-            notes.append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
-            has_value = not sign and flag not in _SWITCHES
+        if flag in known.idle:
+            notes.append(f"{flag} has no effect: {known.idle[flag]}")
+            has_value = not sign and flag not in known.idle_switches
         elif flag.startswith("--"):
             raise UsageError("no such flag", key=flag, way_out="See --help.")
         elif has_value:

@@ -15,20 +15,15 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_blocks
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
-from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
+from mindspeed_mm.fsdp.models.diffusion.text_rows import UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
@@ -86,18 +81,16 @@ class CogVideoXAdapter(DiffusionAdapter):
         "transformer_blocks.*": "latents+caption",
     }
     memory_streams = ("samples",)
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
+    tokenizer_limits = False  # the transformer's positions of the video stand behind all of them
+    sizes = LatentSizes(16, ratios=by_blocks(frames=4), is_video=True)
+    widths = {"in_channels": "vae", "out_channels": "vae", "text_embed_dim": "text_encoder"}
+    captions = CaptionRows(call=UNGUIDED)
 
     @property
     def most_text_tokens(self) -> int:  # type: ignore[override]
         """What the transformer's positions are made for."""
         return int(self.transformer_config.get("max_text_seq_length", 226))
-
-    @property
-    def text_tokens(self) -> int:
-        """Always all of them: the transformer's positions of the video stand behind."""
-        return self.most_text_tokens
 
     @cached_property
     def usage(self) -> ReleaseUse:
@@ -110,35 +103,31 @@ class CogVideoXAdapter(DiffusionAdapter):
     def geometry(self) -> MediaGeometry:
         """1.5 has patches of two latent frames, and puts one frame before the 2k + 1 of a video; it has positions up to
         `sample_height` and `sample_width`. Where positions are learned (5B image to video) there is that size alone."""
-        vae, transformer = self.component_config("vae"), self.transformer_config
-        patch, patch_t = int(transformer.get("patch_size", 2)), transformer.get("patch_size_t")
-        ratio = 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
-        largest = transformer.get("sample_height", 60) * ratio, transformer.get("sample_width", 90) * ratio
+        config = self.transformer_config
+        sizes = self.sizes.geometry(self.component_config("vae"), config)
+        patch_t, ratio = config.get("patch_size_t"), sizes.spatial_ratio
+        largest = config.get("sample_height", 60) * ratio, config.get("sample_width", 90) * ratio
         limits: dict[str, Any] = {}
         if patch_t is not None:
-            limits = {"heights": up_to(1, largest[0]), "widths": up_to(1, largest[1])}
-        elif transformer.get("use_learned_positional_embeddings"):
-            limits = {"heights": (largest[0], largest[0]), "widths": (largest[1], largest[1])}
-        return MediaGeometry(
-            spatial_ratio=ratio,
-            temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
-            patch=(int(patch_t or 1), patch, patch),
-            latent_channels=int(transformer.get("in_channels", 16)) // (2 if self.task == "i2v" else 1),
-            is_video=True,
-            leading_frames=int(patch_t or 1) - 1,
+            limits = {"heights": (0, largest[0]), "widths": (0, largest[1])}
+        elif config.get("use_learned_positional_embeddings"):
+            limits = {"heights": (largest[0],) * 2, "widths": (largest[1],) * 2}
+        return replace(
+            sizes,
+            latent_channels=sizes.latent_channels // self._inputs,
+            leading_frames=sizes.patch[0] - 1,
             frame_multiple=_DECODED_TOGETHER,
             **limits,
         )
 
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, twice for i2v; width of the text encoder."""
-        channels = self.component_config("vae").get("latent_channels")
-        taken = 2 * channels if channels and self.task == "i2v" else channels
-        return [
-            Requirement("in_channels", taken, f"vae: latent_channels, for {self.task}"),
-            Requirement("out_channels", channels, "vae: latent_channels"),
-            Requirement("text_embed_dim", self.component_config("text_encoder").get("d_model"), "text_encoder"),
-        ]
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """Noise, and of i2v the condition, each as the VAE has them."""
+        return self._inputs * channels, f", for {self.task}"
+
+    @property
+    def _inputs(self) -> int:
+        """Noise, and of i2v the condition."""
+        return 1 + (self.task == "i2v")
 
     @cached_property
     def noise_path(self) -> NoisePath:
@@ -147,17 +136,9 @@ class CogVideoXAdapter(DiffusionAdapter):
         return DiscretePath(scheduler.alphas_cumprod, scheduler.config.prediction_type)
 
     @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D) by T5, padding included, since the model attends to it."""
-        embeds, _ = pipeline.encode_prompt(
-            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
-        )
-        return [{"prompt_embeds": each} for each in embeds]
-
-    @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """z · scaling_factor; where a patch takes more frames than there are, the first one is repeated before them."""
-        latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
+        """Where a patch takes more frames than there are, the first one is repeated before them."""
+        latents = super().encode_media(pipeline, pixels)
         first = latents[:, :, :1].expand(-1, -1, self.geometry.leading_frames, -1, -1)
         return torch.cat([first, latents], dim=2)
 
@@ -170,10 +151,10 @@ class CogVideoXAdapter(DiffusionAdapter):
         if self.task != "i2v":
             return {}
         vae = pipeline.vae
-        latents = vae.encode(noised_picture(media["first_frame"]).to(vae.device, vae.dtype)).latent_dist.mode()
-        is_divided = vae.config.invert_scale_latents
-        found = (latents.double() / vae.config.scaling_factor).to(vae.dtype) if is_divided else scaled(vae, latents)
-        return {"condition_latents": found}
+        latents = posterior_mode(vae, noised_picture(media["first_frame"]))
+        if not vae.config.invert_scale_latents:
+            return {"condition_latents": self.normalised(vae, latents)}
+        return {"condition_latents": (latents.double() / vae.config.scaling_factor).to(vae.dtype)}
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
@@ -187,11 +168,7 @@ class CogVideoXAdapter(DiffusionAdapter):
             behind = torch.zeros_like(noisy)
             behind[:, :, :1] = batch["condition_latents"].to(noisy.dtype)
             hidden = torch.cat([noisy, behind], dim=1)
-        inputs = {
-            "hidden_states": hidden.transpose(1, 2),
-            "timestep": sigma.long(),
-            "encoder_hidden_states": batch["prompt_embeds"],
-        }
+        inputs = super().inputs(hidden.transpose(1, 2), sigma, batch, guidance) | {"timestep": sigma.long()}
         if self.transformer_config.get("use_rotary_positional_embeddings"):
             inputs["image_rotary_emb"] = self.rotary_tables(tuple(noisy.shape[-3:]), noisy.device)
         if self.transformer_config.get("ofs_embed_dim"):

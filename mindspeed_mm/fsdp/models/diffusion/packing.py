@@ -1,22 +1,33 @@
-"""Latents as tokens of 2 × 2 positions, as the FLUX and Qwen-Image transformers take them."""
+"""Latents as rows of tokens, as several transformers and pipelines take them."""
 
 from __future__ import annotations
 
 import torch
 
 PATCH = 2
-"""Latent positions along a side of a token; not in any configuration."""
+"""Latent positions along a side of a token of FLUX and Qwen-Image, where no configuration states it."""
+_OF_PICTURES = (1, PATCH, PATCH)
 
 
-def pack(latents_BCHW: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) → (B, H/2 · W/2, 4C): a token holds 2 × 2 positions, channels outermost."""
-    B, C, H, W = latents_BCHW.shape
-    patches = latents_BCHW.reshape(B, C, H // PATCH, PATCH, W // PATCH, PATCH)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(B, (H // PATCH) * (W // PATCH), C * PATCH**2)
+def pack(latents: torch.Tensor, patch: tuple[int, int, int] = _OF_PICTURES) -> torch.Tensor:
+    """(B, C, H, W) or (B, C, T, H, W) → (B, tokens, C · patch): channels are outermost in a token.
+
+    Args:
+        latents: Sides are multiples of the patch.
+        patch: Latent positions of a token along time, height and width.
+    """
+    clips = latents if latents.dim() == 5 else latents.unsqueeze(2)
+    B, C, T, H, W = clips.shape
+    t, h, w = patch
+    patches = clips.reshape(B, C, T // t, t, H // h, h, W // w, w)
+    return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
-def unpack(tokens_BNC: torch.Tensor, latent_shape: tuple[int, ...]) -> torch.Tensor:
-    """(B, H/2 · W/2, 4C) → (B, C, H, W)."""
-    B, C, H, W = latent_shape
-    patches = tokens_BNC.reshape(B, H // PATCH, W // PATCH, C, PATCH, PATCH)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+def unpack(
+    tokens: torch.Tensor, latent_shape: tuple[int, ...], patch: tuple[int, int, int] = _OF_PICTURES
+) -> torch.Tensor:
+    """Invert `pack`: (B, tokens, C · patch) → `latent_shape`."""
+    B, C, H, W = latent_shape[0], latent_shape[1], *latent_shape[-2:]
+    t, h, w = patch
+    patches = tokens.reshape(B, -1, H // h, W // w, C, t, h, w)
+    return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)

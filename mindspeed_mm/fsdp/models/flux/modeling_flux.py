@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
-from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, POOLED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
@@ -30,7 +23,7 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers import DiffusionPipeline
 
 _HALF = 127.5
 """Pixels of a mask that are brighter are filled."""
@@ -96,62 +89,21 @@ class FluxAdapter(DiffusionAdapter):
         ReleaseUse("FLUX.1 Kontext dev", {"index._class_name": "FluxKontextPipeline"}, guidance=2.5),
     )
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    sizes = LatentSizes(64, ("transformer.out_channels", "transformer.in_channels"), packs=True)
+    widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder_2", "pooled_projection_dim": "text_encoder"}
+    captions = CaptionRows((EMBEDS, POOLED))
+    takes_tokens = pipeline_takes_tokens = True
+    time_scale = 1
+    text_inputs = {"encoder_hidden_states": EMBEDS, "pooled_projections": POOLED}
 
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """As `FluxPipeline` reads it off the VAE's blocks."""
-        ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
-        return MediaGeometry(
-            spatial_ratio=ratio,
-            temporal_ratio=1,
-            patch=(1, PATCH, PATCH),
-            latent_channels=self._packed_channels // PATCH**2,
-            is_video=False,
-        )
-
-    @property
-    def _packed_channels(self) -> int:
-        """Of the noise: those that are given beside it stand in `in_channels` alone."""
-        config = self.transformer_config
-        return int(config.get("out_channels") or config.get("in_channels", 64))
-
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, widths of both text encoders."""
-        packed = PATCH**2 * self.component_config("vae").get("latent_channels", 16)
-        of_mask = (PATCH * self.geometry.spatial_ratio) ** 2
-        taken = 2 * packed + of_mask if self.task == "fill" else packed
-        return [
-            Requirement(
-                "in_channels",
-                taken,
-                "vae: latent_channels × 4" if taken == packed else "vae: latent_channels and its mask",
-            ),
-            Requirement(
-                "joint_attention_dim", self.component_config("text_encoder_2").get("d_model"), "text_encoder_2"
-            ),
-            Requirement(
-                "pooled_projection_dim", self.component_config("text_encoder").get("hidden_size"), "text_encoder"
-            ),
-        ]
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """Fill: noise, what is around the mask, and the mask's own pixels."""
+        packed, words = super().input_channels(channels)
+        if self.task != "fill":
+            return packed, words
+        return 2 * packed + (PATCH * self.geometry.spatial_ratio) ** 2, " and its mask"
 
     # --- encoding ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D) by T5, padding included, since the model attends to it; `pooled_prompt_embeds` (D,) by
-        CLIP."""
-        embeds, pooled, _ = pipeline.encode_prompt(
-            prompt=list(captions), prompt_2=None, max_sequence_length=self.text_tokens
-        )
-        return [
-            {"prompt_embeds": each, "pooled_prompt_embeds": pooled_each}
-            for each, pooled_each in zip(embeds, pooled, strict=True)
-        ]
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − shift_factor) · scaling_factor."""
-        return _latents(pipeline.vae, model_range(pixels[:, :, 0]))
 
     @torch.no_grad()
     def encode_conditions(
@@ -161,13 +113,13 @@ class FluxAdapter(DiffusionAdapter):
         (B, ratio², H, W): one where the picture is to be filled, the pixels of a position as channels."""
         if self.task == "t2i":
             return {}
-        source = model_range(media["source"][:, :, 0])
         if self.task == "edit":
-            return {"source_latents": _latents(pipeline.vae, source)}
+            return {"source_latents": self.latents_of(pipeline.vae, media["source"][:, :, 0])}
+        source = model_range(media["source"][:, :, 0])
         mask = (media["mask"][:, :, 0].float().mean(dim=1, keepdim=True) >= _HALF).to(source)
         ratio = self.geometry.spatial_ratio
         folded = torch.nn.functional.pixel_unshuffle(mask, ratio).to(pipeline.vae.dtype)
-        return {"source_latents": _latents(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
+        return {"source_latents": self.latents_of(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
@@ -183,16 +135,10 @@ class FluxAdapter(DiffusionAdapter):
         return 0 if "mask_latents" in batch else super().given_tokens(batch)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Packed latents; time is σ itself; positions are (0, row, column), those of text are zero."""
-        text = batch["prompt_embeds"]
-        inputs = {
-            "hidden_states": pack(noisy),
-            "timestep": sigma,
-            "encoder_hidden_states": text,
-            "pooled_projections": batch["pooled_prompt_embeds"],
-            "txt_ids": torch.zeros(text.shape[1], 3, device=noisy.device),
-            "img_ids": position_ids(noisy.shape[-2], noisy.shape[-1], noisy.device),
-        }
+        """Positions are (0, row, column), those of text are zero."""
+        inputs = super().inputs(noisy, sigma, batch, guidance)
+        inputs["txt_ids"] = torch.zeros(batch[EMBEDS].shape[1], 3, device=noisy.device)
+        inputs["img_ids"] = position_ids(noisy.shape[-2], noisy.shape[-1], noisy.device)
         if "mask_latents" in batch:
             given = (pack(batch[name].to(noisy.dtype)) for name in ("source_latents", "mask_latents"))
             inputs["hidden_states"] = torch.cat([inputs["hidden_states"], *given], dim=-1)
@@ -202,14 +148,7 @@ class FluxAdapter(DiffusionAdapter):
             ids[:, 0] = 1  # another picture at the same places
             inputs["hidden_states"] = torch.cat([inputs["hidden_states"], pack(source)], dim=1)
             inputs["img_ids"] = torch.cat([inputs["img_ids"], ids])
-        if self.transformer_config.get("guidance_embeds"):
-            inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
-
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Unpacked; what stands behind the noise is the picture that is edited."""
-        tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
-        return unpack(output[0][:, :tokens], latent_shape)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -225,17 +164,6 @@ class FluxAdapter(DiffusionAdapter):
             assert sampling.height and sampling.width
             given |= {"max_area": sampling.height * sampling.width, "_auto_resize": False}
         return given
-
-    @override
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
-
-
-def _latents(vae: ModelMixin, images: torch.Tensor) -> torch.Tensor:
-    """(B, 3, H, W) in −1..1 → (z − shift_factor) · scaling_factor."""
-    return scaled(vae, vae.encode(images.to(vae.device, vae.dtype)).latent_dist.mode())
 
 
 def position_ids(height: int, width: int, device: torch.device) -> torch.Tensor:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
@@ -23,11 +22,16 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers import ModelMixin
 
 PATCH = 2
 _STEPS = 50
 """Of the pipelines, by default: the released shift depends on them, too."""
+
+
+def _numbers(vae: ModelMixin) -> tuple[Numbers, Numbers]:
+    """Running mean and standard deviation of each position in a patch."""
+    return vae.bn.running_mean, (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
 
 
 @model_register.register("flux2")
@@ -79,8 +83,13 @@ class Flux2Adapter(DiffusionAdapter):
         "single_transformer_blocks.*": "latents+caption",
     }
     memory_streams = ("samples",)
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
+    widths = {"in_channels": "vae"}
+    sizes = LatentSizes(128, patch=1, packs=True, folded=PATCH)
+    scale = ChannelScale(_numbers)
+    takes_tokens = True
+    time_scale = 1
+    guidance_by_default = True
     # The call of their model cards.
     uses: ClassVar[tuple[ReleaseUse, ...]] = (
         ReleaseUse("FLUX.2 klein", {"index.is_distilled": True}, steps=4, guidance=1.0),
@@ -91,21 +100,15 @@ class Flux2Adapter(DiffusionAdapter):
         """dev has a pipeline of its own."""
         return Flux2DevAdapter if index.get("_class_name") == "Flux2Pipeline" else cls
 
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """Latents are counted after the patches of 2 × 2: a position is a token."""
-        ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
-        channels = int(self.transformer_config.get("in_channels", 128))
-        return MediaGeometry(PATCH * ratio, 1, (1, 1, 1), channels, is_video=False)
-
     def requirements(self) -> list[Requirement]:
-        """Channels of the VAE; three layers of the text encoder."""
-        channels, text = self.component_config("vae").get("latent_channels"), self.component_config("text_encoder")
-        width = (text.get("text_config") or text).get("hidden_size")
-        return [
-            Requirement("in_channels", channels and PATCH**2 * channels, "vae: latent_channels × 4"),
-            Requirement("joint_attention_dim", width and 3 * width, "text_encoder: hidden_size × 3"),
-        ]
+        """Also three layers of the text encoder."""
+        width, _ = self.width_of("text_encoder")
+        three = Requirement("joint_attention_dim", width and 3 * width, "text_encoder: hidden_size × 3")
+        return [*super().requirements(), three]
+
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """The channels of all positions in a patch."""
+        return PATCH**2 * channels, f" × {PATCH**2}"
 
     def resolution_shift(self, tokens: int) -> float:
         """exp(μ), μ as the pipelines fit it to tokens and steps, for 50 steps: between two straight lines, one for 10
@@ -116,40 +119,20 @@ class Flux2Adapter(DiffusionAdapter):
         slope = (at_200 - at_10) / 190.0
         return math.exp(slope * _STEPS + at_200 - 200.0 * slope)
 
-    @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D) of three layers side by side, padding included, since the model attends to it."""
-        embeds, _ = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
-        return [{"prompt_embeds": each} for each in embeds]
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − running mean) / √(running variance + ε) of each position in a patch: (B, 4C, H/2, W/2)."""
-        vae, latents = pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0])
-        patches = torch.nn.functional.pixel_unshuffle(latents, PATCH)
-        return standardised(patches, vae.bn.running_mean, _std(vae))
+    def normalised(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
+        """Of each position in a patch: (B, C, H, W) → (B, 4C, H/2, W/2)."""
+        return super().normalised(vae, torch.nn.functional.pixel_unshuffle(latents, PATCH))
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """Invert `encode_media`: undo the normalisation and unfold patches, (B, 4C, H/2, W/2) → (B, C, H, W)."""
-        return torch.nn.functional.pixel_shuffle(unstandardised(latents, vae.bn.running_mean, _std(vae)), PATCH)
+        """(B, 4C, H/2, W/2) → (B, C, H, W)."""
+        return torch.nn.functional.pixel_shuffle(super().vae_latents(vae, latents), PATCH)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens; time is σ itself; positions are (time, row, column, place in the caption)."""
-        text = batch["prompt_embeds"]
-        inputs = {
-            "hidden_states": noisy.flatten(2).transpose(1, 2),
-            "timestep": sigma,
-            "encoder_hidden_states": text,
-            "txt_ids": _positions(1, 1, text.shape[1], noisy.device),
+        """Positions are (time, row, column, place in the caption)."""
+        return super().inputs(noisy, sigma, batch, guidance) | {
+            "txt_ids": _positions(1, 1, batch["prompt_embeds"].shape[1], noisy.device),
             "img_ids": _positions(noisy.shape[-2], noisy.shape[-1], 1, noisy.device),
         }
-        if self.transformer_config.get("guidance_embeds", True):
-            inputs["guidance"] = torch.full_like(sigma, guidance)
-        return inputs
-
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """(B, tokens, 4C) → (B, 4C, H/2, W/2)."""
-        return output[0].transpose(1, 2).reshape(latent_shape)
 
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
@@ -171,12 +154,6 @@ class Flux2DevAdapter(Flux2Adapter):
     """FLUX.2 dev: captions by Mistral Small behind a system message, guidance as an input."""
 
     pipelines: ClassVar[Mapping[str, str]] = {"t2i": "Flux2Pipeline"}
-
-
-def _std(vae: ModelMixin) -> torch.Tensor:
-    """(C,) of the normalisation's buffers."""
-    std: torch.Tensor = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
-    return std
 
 
 def _positions(rows: int, columns: int, places: int, device: torch.device) -> torch.Tensor:

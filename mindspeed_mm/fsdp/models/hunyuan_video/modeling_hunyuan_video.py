@@ -5,37 +5,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, POOLED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
-from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-_PIPELINE_STEP = 16
-"""The pipeline refuses other heights and widths than its multiples."""
 
 _INTERLEAVED = {"latent_concat": 2, "token_replace": 4}
 """How the transformer is given the picture → every how many features of it the pipeline keeps."""
@@ -93,33 +81,22 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         "single_transformer_blocks.*": "latents+caption",
     }
     memory_streams = ("samples",)
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     most_text_tokens = 256
-
-    @property
-    def text_tokens(self) -> int:
-        """Of the caption: the template's come on top, and the tokenizer's length is for both."""
-        return self.most_text_tokens
-
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """The VAE's ratios, the transformer's patches, and the pipeline's own rule for sides."""
-        vae, transformer = self.component_config("vae"), self.transformer_config
-        patch = int(transformer.get("patch_size", 2))
-        return MediaGeometry(
-            spatial_ratio=int(vae.get("spatial_compression_ratio", 8)),
-            temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
-            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
-            latent_channels=int(transformer.get("out_channels") or transformer.get("in_channels", 16)),
-            is_video=True,
-            spatial_step=_PIPELINE_STEP,
-        )
-
-    @property
-    def takes_guidance(self) -> bool:
-        """Unless the configuration denies it."""
-        return bool(self.transformer_config.get("guidance_embeds", True))
+    tokenizer_limits = False  # its length is for the caption and the template around it
+    sizes = LatentSizes(
+        16, ("transformer.out_channels", "transformer.in_channels"), by_settings(8, 4), is_video=True, step=16
+    )
+    widths = {
+        "in_channels": "vae",
+        "out_channels": "vae",
+        "text_embed_dim": "text_encoder",
+        "pooled_projection_dim": "text_encoder_2",
+    }
+    captions = CaptionRows((EMBEDS, POOLED, MASK), MASKED)
+    text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK, "pooled_projections": POOLED}
+    guidance_by_default = True
+    starts_with_frame = frozenset({"i2v"})
 
     @property
     def _condition(self) -> str | None:
@@ -132,46 +109,21 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             why = "its blocks count the tokens of the first frame, which is given, from the front"
             vars(self).update(sample_plan=None, whole_because=why)
 
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, with condition and mask where they stand behind; widths of the text encoders."""
-        of_text, of_clip = (self.component_config(name) for name in ("text_encoder", "text_encoder_2"))
-        text = (of_text.get("text_config") or of_text).get("hidden_size")
-        pooled = of_clip.get("hidden_size")
-        channels = self.component_config("vae").get("latent_channels")
-        taken = 2 * channels + 1 if channels and self._condition == "latent_concat" else channels
-        return [
-            Requirement("in_channels", taken, f"vae: latent_channels, for {self._condition or self.task}"),
-            Requirement("out_channels", channels, "vae: latent_channels"),
-            Requirement("text_embed_dim", text, "text_encoder"),
-            Requirement("pooled_projection_dim", pooled, "text_encoder_2"),
-        ]
-
-    @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D): the third last layer of Llama, without the template before the caption;
-        `pooled_prompt_embeds` (D,) by CLIP."""
-        embeds, pooled, mask = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
-        return [
-            {"prompt_embeds": rows, "pooled_prompt_embeds": pooled_each}
-            for rows, pooled_each in zip(own_rows(embeds, mask), pooled, strict=True)
-        ]
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """With condition and mask where they stand behind the noise."""
+        beside = channels + 1 if self._condition == "latent_concat" else 0
+        return channels + beside, f", for {self._condition or self.task}"
 
     @torch.no_grad()
     def encode_text_beside(
         self, pipeline: DiffusionPipeline, captions: Sequence[str], media: Mapping[str, torch.Tensor]
     ) -> list[TextFeatures]:
-        """The same by LLaVA, features of the picture in front."""
+        """By LLaVA, features of the picture in front."""
         (picture,) = as_pil(media["first_frame"][:, :, 0])
-        found = []
+        lengths = {"max_sequence_length": self.text_tokens, "image_embed_interleave": self._kept_every}
+        found: list[TextFeatures] = []
         for caption in captions:
-            embeds, pooled, mask = pipeline.encode_prompt(
-                picture,
-                caption,
-                max_sequence_length=self.text_tokens,
-                image_embed_interleave=self._kept_every,
-            )
-            (rows,) = own_rows(embeds, mask)
-            found.append({"prompt_embeds": rows, "pooled_prompt_embeds": pooled[0].clone()})
+            found += self.captions.split(pipeline.encode_prompt(picture, caption, **lengths))
         return found
 
     @property
@@ -182,17 +134,6 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         """The features of the picture that are kept, whatever its size."""
         return math.ceil(_PICTURE_FEATURES / self._kept_every) if self.task == "i2v" else 0
 
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Pad captions to one length, with `prompt_mask` (B, L), and stack the pooled features, (B, D)."""
-        return pad_rows(features) | {
-            "pooled_prompt_embeds": torch.stack([each["pooled_prompt_embeds"] for each in features])
-        }
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the posterior's mode times `scaling_factor`, (B, C, T, H, W)."""
-        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
-
     @torch.no_grad()
     def encode_conditions(
         self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
@@ -200,18 +141,15 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         """i2v: `condition_latents` (B, C, 1, H, W) of the first frame alone."""
         if self.task != "i2v":
             return {}
-        return {"condition_latents": scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))}
+        return {"condition_latents": self.latents_of(pipeline.vae, media["first_frame"])}
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
 
     def given_latents(self, batch: Batch) -> torch.Tensor | None:
-        """The first latent frame, where the picture takes its place: (1, 1, T, 1, 1)."""
-        if self._condition != "token_replace":
-            return None
-        latents = batch["latents"]
-        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+        """Where the picture takes the place of the first latent frame."""
+        return super().given_latents(batch) if self._condition == "token_replace" else None
 
     def _with_picture(self, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self._condition is None:
@@ -225,25 +163,5 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         return torch.cat([noisy, behind], dim=1)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ, and guidance, where it is taken, a thousand times the scale. A picture stands in place of the
-        first latent frame, or behind the channels with a mask that is one there."""
-        inputs = {
-            "hidden_states": self._with_picture(noisy, batch),
-            "timestep": 1000 * sigma,
-            "encoder_hidden_states": batch["prompt_embeds"],
-            "encoder_attention_mask": batch["prompt_mask"],
-            "pooled_projections": batch["pooled_prompt_embeds"],
-        }
-        if self.takes_guidance:
-            inputs["guidance"] = torch.full_like(sigma, 1000 * guidance)
-        return inputs
-
-    @override
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        return output[0]
-
-    @override
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        return self.guided(sampling, prompts, latents)
+        """A picture stands in place of the first latent frame, or behind the channels with a mask that is one there."""
+        return super().inputs(self._with_picture(noisy, batch), sigma, batch, guidance)

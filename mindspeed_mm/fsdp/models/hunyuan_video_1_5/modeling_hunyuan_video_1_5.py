@@ -4,26 +4,18 @@ ByT5, and room for a picture that text to video leaves empty."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
@@ -66,49 +58,33 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         carried=("time_embed",),
     )
     lora_targets = layers_of("transformer_blocks.{*}.attn", with_captions=True)
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     most_text_tokens = 1000
+    tokenizer_limits = False  # its length is for the caption and the template around it
+    sizes = LatentSizes(32, ("transformer.out_channels",), by_settings(16, 4), patch=1, is_video=True)
+    widths = {
+        "in_channels": "vae",
+        "out_channels": "vae",
+        "text_embed_dim": "text_encoder",
+        "text_embed_2_dim": "text_encoder_2",
+    }
+    captions = CaptionRows((EMBEDS, MASK, _GLYPHS, _GLYPHS_MASK), {**MASKED, _GLYPHS: _GLYPHS_MASK})
+    text_inputs = {
+        "encoder_hidden_states": EMBEDS,
+        "encoder_attention_mask": MASK,
+        "encoder_hidden_states_2": _GLYPHS,
+        "encoder_attention_mask_2": _GLYPHS_MASK,
+    }
 
-    @property
-    def text_tokens(self) -> int:
-        """Of the caption: the template's come on top, and the tokenizer's length is for both."""
-        return self.most_text_tokens
-
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """The VAE's ratios and channels, the transformer's patches."""
-        vae, transformer = self.component_config("vae"), self.transformer_config
-        patch = int(transformer.get("patch_size", 1))
-        return MediaGeometry(
-            spatial_ratio=int(vae.get("spatial_compression_ratio", 16)),
-            temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
-            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
-            latent_channels=int(transformer.get("out_channels", 32)),
-            is_video=True,
-        )
-
-    def requirements(self) -> list[Requirement]:
-        """Noise, condition and mask of the VAE's channels; widths of the text encoders."""
-        channels = self.component_config("vae").get("latent_channels")
-        return [
-            Requirement("in_channels", channels and 2 * channels + 1, "vae: latent_channels × 2 + 1"),
-            Requirement("out_channels", channels, "vae: latent_channels"),
-            Requirement("text_embed_dim", self.component_config("text_encoder").get("hidden_size"), "text_encoder"),
-            Requirement("text_embed_2_dim", self.component_config("text_encoder_2").get("d_model"), "text_encoder_2"),
-        ]
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """The condition and its mask stand behind the noise, with or without a picture."""
+        return 2 * channels + 1, " × 2 + 1"
 
     @torch.no_grad()
     def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by Qwen2.5-VL, without the template before the caption; `glyph_embeds` (G, E) by ByT5
         of the words in quotes, G 0 where there are none."""
-        embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(list(captions), batch_size=len(captions))
-        rows = zip(own_rows(embeds, mask), own_rows(glyphs, glyph_mask), strict=True)
-        return [{"prompt_embeds": text, _GLYPHS: glyph} for text, glyph in rows]
-
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Pad captions and quoted words, `prompt_embeds` and `glyph_embeds`, each with a mask (B, L)."""
-        return pad_rows(features) | pad_rows(features, _GLYPHS, _GLYPHS_MASK)
+        return self.captions.split(pipeline.encode_prompt(list(captions), batch_size=len(captions)))
 
     @override
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -117,9 +93,9 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
 
     @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """z · scaling_factor. This VAE takes clips one by one: its causal mask fits no larger batch."""
+        """This VAE takes clips one by one: its causal mask fits no larger batch."""
         pipeline.vae.enable_slicing()
-        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
+        return super().encode_media(pipeline, pixels)
 
     @torch.no_grad()
     def encode_conditions(
@@ -131,7 +107,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         pipeline.vae.enable_slicing()
         device, dtype = pipeline.image_encoder.device, pipeline.image_encoder.dtype
         embeds = [pipeline.encode_image(picture, 1, device, dtype) for picture in as_pil(media["first_frame"][:, :, 0])]
-        latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))
+        latents = self.latents_of(pipeline.vae, media["first_frame"])
         return {"condition_latents": latents, "image_embeds": torch.cat(embeds)}
 
     @override
@@ -144,8 +120,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:]), "image_embeds": (tokens, width)}
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ. Condition and mask stand behind the channels; without a picture they and its features are
-        zeros."""
+        """Condition and mask stand behind the channels; without a picture they and its features are zeros."""
         behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
         if "condition_latents" in batch:
             behind[:, :-1, :1] = batch["condition_latents"].to(noisy.dtype)
@@ -153,24 +128,12 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
             picture = batch["image_embeds"].to(noisy.dtype)
         else:
             picture = noisy.new_zeros(len(noisy), _PICTURE_TOKENS, self.transformer_config.get("image_embed_dim", 1152))
-        return {
-            "hidden_states": torch.cat([noisy, behind], dim=1),
-            "timestep": 1000 * sigma,
-            "encoder_hidden_states": batch["prompt_embeds"],
-            "encoder_attention_mask": batch["prompt_mask"],
-            "encoder_hidden_states_2": batch[_GLYPHS],
-            "encoder_attention_mask_2": batch[_GLYPHS_MASK],
-            "image_embeds": picture,
-        }
+        return super().inputs(torch.cat([noisy, behind], dim=1), sigma, batch, guidance) | {"image_embeds": picture}
 
     def settle_transformer(self, transformer: Any) -> None:
         """Features of the time have the type of the time itself, which stays fp32: what is made of them is computed in
         the type of the weights."""
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_in_type_of_weights)
-
-    @override
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        return output[0]
 
     def prepare_pipeline(self, pipeline: DiffusionPipeline, sampling: SamplingArguments) -> None:
         """Guidance is a part of this pipeline, its VAE takes clips one by one, and for image to video it would choose a

@@ -4,7 +4,6 @@ first frame stands among the tokens of the pictures without noise."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,10 +25,10 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import (
 )
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.geometry import LTX2_VAE, LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_BUFFERS, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
-from mindspeed_mm.fsdp.models.diffusion.position_limits import ltx2_sides
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import MASK, UNGUIDED, CaptionRows, own_rows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
@@ -39,8 +38,6 @@ from mindspeed_mm.fsdp.utils.register import model_register
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
-_PIPELINE_STEP = 32
-"""The pipeline refuses other heights and widths than its multiples."""
 _SOUND_RATIO = 4
 """Frames of a spectrum, and bands of it, in a position of its latents: fixed in the VAE's class."""
 _FROM_A_FRAME = ("i2av", "i2v")
@@ -102,10 +99,23 @@ class LTX2Adapter(DiffusionAdapter):
         "audio_proj*": "sound",
     }
     memory_streams = ("caption", "samples")
-    tokenizer = "tokenizer"
     encoders = ("vae", "audio_vae", "text_encoder", "tokenizer", "connectors")
     most_text_tokens = 1024
+    widths = {"in_channels": "vae"}
+    sizes = LatentSizes(128, ("vae.latent_channels",), patch=1, is_video=True, step=32, vae_class=LTX2_VAE)
+    captions = CaptionRows((_TEXT, _AUDIO_TEXT, MASK), {_TEXT: MASK, _AUDIO_TEXT: MASK}, UNGUIDED)
+    scale = BY_BUFFERS
+    takes_tokens = True
+    text_inputs = {
+        "encoder_hidden_states": _TEXT,
+        "audio_encoder_hidden_states": _AUDIO_TEXT,
+        "encoder_attention_mask": MASK,
+        "audio_encoder_attention_mask": MASK,
+    }
+    starts_with_frame = frozenset(_FROM_A_FRAME)
+    zeros = ("keyframes_abs_pos_embedding",)
     reads_fps = True
+    rate_argument = "frame_rate"
     # The rate is the pipelines' default, also for clips that say nothing of theirs; they guide by seven numbers, and
     # make 121 frames where no part of the folder predicts how many.
     uses = (ReleaseUse(fps=24.0, guidance={}, frames=121),)
@@ -114,20 +124,10 @@ class LTX2Adapter(DiffusionAdapter):
 
     @cached_property
     def geometry(self) -> MediaGeometry:
-        """The VAE's ratios, which the transformer states too; its patch is one position."""
-        vae, transformer = self.component_config("vae"), self.transformer_config
-        temporal, spatial, _ = transformer.get("vae_scale_factors", (8, 32, 32))
-        patch = int(transformer.get("patch_size", 1))
-        return MediaGeometry(
-            spatial_ratio=int(spatial),
-            temporal_ratio=int(temporal),
-            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
-            latent_channels=int(vae.get("latent_channels", 128)),
-            is_video=True,
-            spatial_step=math.lcm(_PIPELINE_STEP, int(spatial) * patch),
-            heights=ltx2_sides(vae, int(spatial)),
-            widths=ltx2_sides(vae, int(spatial)),
-        )
+        """The transformer states the VAE's ratios."""
+        temporal, spatial, _ = self.transformer_config.get("vae_scale_factors", (8, 32, 32))
+        sizes = replace(self.sizes, ratios=lambda _: (int(spatial), int(temporal)))
+        return sizes.geometry(self.component_config("vae"), self.transformer_config)
 
     @cached_property
     def sound(self) -> SoundGeometry | None:
@@ -154,17 +154,13 @@ class LTX2Adapter(DiffusionAdapter):
         return (_AUDIO,) if self.sound is not None else ()
 
     def requirements(self) -> list[Requirement]:
-        """Channels of both VAEs, width of what the connectors make of captions."""
-        t, h, w = self.geometry.patch
-        channels = self.component_config("vae").get("latent_channels")
-        text = self.component_config("connectors").get("caption_channels")
+        """Also channels of the sound's VAE, and the width of what the connectors make of captions."""
         audio = self.component_config("audio_vae")
         heard = audio and audio.get("latent_channels", 8) * (audio.get("mel_bins", 64) // _SOUND_RATIO)
-        needs = [
-            Requirement("in_channels", channels and channels * t * h * w, "vae: latent_channels"),
-            Requirement("audio_in_channels", heard or None, "audio_vae: latent_channels and mel_bins"),
-        ]
+        needs = super().requirements()
+        needs.append(Requirement("audio_in_channels", heard or None, "audio_vae: latent_channels and mel_bins"))
         if self.transformer_config.get("use_prompt_embeddings", True):
+            text = self.component_config("connectors").get("caption_channels")
             needs.append(Requirement("caption_channels", text, "connectors"))
         return needs
 
@@ -175,11 +171,9 @@ class LTX2Adapter(DiffusionAdapter):
         """`prompt_embeds` (L, D) and `audio_prompt_embeds` (L, E): what the frozen connectors make of all layers of
         Gemma. Where they put learned registers in place of the padding, all of them are features."""
         embeds, mask, _, _ = pipeline.encode_prompt(
-            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+            list(captions), **self.captions.call, max_sequence_length=self.text_tokens
         )
-        video, audio, mask = pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side)
-        rows = zip(own_rows(video, mask), own_rows(audio, mask), strict=True)
-        return [{_TEXT: of_video, _AUDIO_TEXT: of_audio} for of_video, of_audio in rows]
+        return self.captions.split(pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side))
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of both: as wide as the connectors', which in 2.3 is as wide as the transformer's streams."""
@@ -191,10 +185,6 @@ class LTX2Adapter(DiffusionAdapter):
                 for stream in ("", "audio_")
             )
         return {_TEXT: (self.text_tokens, seen), _AUDIO_TEXT: (self.text_tokens, heard)}
-
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With one mask for both."""
-        return pad_rows(features) | pad_rows(features, _AUDIO_TEXT)
 
     @cached_property
     def _connectors(self) -> Any:
@@ -224,12 +214,6 @@ class LTX2Adapter(DiffusionAdapter):
         return {_TEXT: own_rows(video, own)[0], _AUDIO_TEXT: own_rows(audio, own)[0]}
 
     @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
-        vae = pipeline.vae
-        return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
-
-    @torch.no_grad()
     def encode_conditions(
         self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -245,36 +229,20 @@ class LTX2Adapter(DiffusionAdapter):
         latents = vae.encode(mel).latent_dist.mode()
         return {_AUDIO: _unpack_sound(standardised(_pack_sound(latents), **_statistics(vae)), latents.shape)}
 
-    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """The way back, of the pictures."""
-        return unstandardised(latents, vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
-
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def given_latents(self, batch: Batch) -> torch.Tensor | None:
-        """The first latent frame, (1, 1, T, 1, 1), where it is given."""
-        if self.task not in _FROM_A_FRAME:
-            return None
-        latents = batch[LATENTS]
-        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
-
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens of both; time is 1000 σ for both, of pictures with a first frame for each token, 0 where it is given;
-        positions are in seconds, by the clip's own rate."""
-        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
-        heard = self._heard(noisy, batch)
+        """Tokens of pictures and of sound. With a first frame, pictures have a time for each token, 0 where the frame
+        is given. Positions are in seconds, by the clip's own rate."""
+        inputs, heard = super().inputs(noisy, sigma, batch, guidance), self._heard(noisy, batch)
+        time = inputs["timestep"]
+        frames, height, width = self.geometry.grid(tuple(noisy.shape))
         rates = [rate or self.usage.fps for rate in batch.get("fps", [0.0] * len(noisy))]
-        mask = batch["prompt_mask"]
-        return {
-            "hidden_states": self._pack(noisy),
+        return inputs | {
             "audio_hidden_states": _pack_sound(heard).transpose(1, 2),
-            "encoder_hidden_states": batch[_TEXT],
-            "audio_encoder_hidden_states": batch[_AUDIO_TEXT],
-            "timestep": self._time_of_pictures(1000 * sigma, frames, height * width),
-            "audio_timestep": 1000 * sigma,
-            "sigma": 1000 * sigma,
-            "encoder_attention_mask": mask,
-            "audio_encoder_attention_mask": mask,
+            "timestep": self.token_times(time, tuple(noisy.shape)) if self.task in _FROM_A_FRAME else time,
+            "audio_timestep": time,
+            "sigma": time,
             "num_frames": frames,
             "height": height,
             "width": width,
@@ -284,21 +252,6 @@ class LTX2Adapter(DiffusionAdapter):
             "isolate_modalities": self.sound is None,
             "use_cross_timestep": True,
         }
-
-    def _time_of_pictures(self, time: torch.Tensor, frames: int, tokens: int) -> torch.Tensor:
-        """(B,), or (B, N) where the first of these frames, of so many tokens each, is given."""
-        if self.task not in _FROM_A_FRAME:
-            return time
-        time = time.view(-1, 1, 1).repeat(1, frames, tokens)
-        time[:, 0] = 0
-        return time.flatten(1)
-
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """(B, tokens, D) → (B, C, T, H, W)."""
-        B, C, T, H, W = latent_shape
-        t, h, w = self.geometry.patch
-        patches = output[0].reshape(B, T // t, H // h, W // w, C, t, h, w)
-        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
 
     def predictions(self, output: TransformerOutput, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """Of the sound, too: (B, L, C · M) → (B, C, L, M)."""
@@ -312,22 +265,6 @@ class LTX2Adapter(DiffusionAdapter):
             return latents
         return noisy.new_zeros(len(noisy), int(self.transformer_config.get("audio_in_channels", 128)), 1, 1)
 
-    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """(B, C, T, H, W) → (B, tokens, D), channels outermost in a token."""
-        B, C, T, H, W = latents.shape
-        t, h, w = self.geometry.patch
-        patches = latents.reshape(B, C, T // t, t, H // h, h, W // w, w)
-        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
-
-    def init_weights(self, module: nn.Module) -> None:
-        """Modulation tables are N(0, 1/width), positions of key frames zero, as in diffusers' constructors."""
-        positions = module._parameters.get("keyframes_abs_pos_embedding")
-        if positions is not None:
-            positions.zero_()
-        for name, table in module._parameters.items():
-            if name.endswith("scale_shift_table") and table is not None:
-                table.normal_(std=table.shape[-1] ** -0.5)
-
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def pipeline_arguments(
@@ -335,7 +272,7 @@ class LTX2Adapter(DiffusionAdapter):
     ) -> dict[str, Any]:
         """The length of the sound follows from `fps`. A scale that is asked for is that of classifier-free guidance of
         both, and there is none of the pipeline's others."""
-        arguments = self.guided(sampling, prompts, latents) | {"frame_rate": sampling.fps}
+        arguments = self.guided(sampling, prompts, latents)
         if sampling.guidance_scale is None:
             return arguments
         return arguments | {

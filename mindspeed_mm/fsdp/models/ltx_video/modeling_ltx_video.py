@@ -3,25 +3,20 @@ and pixels; the picture that a video goes on from stands among the tokens withou
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_BUFFERS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
@@ -29,10 +24,16 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers import ModelMixin
 
-_PIPELINE_STEP = 32
-"""The pipeline refuses other heights and widths than its multiples."""
+
+def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+    """The VAE's own patch, doubled by each block that scales, where it does not state them."""
+    doubled = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
+    return (
+        int(vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * doubled),
+        int(vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * doubled),
+    )
 
 
 @model_register.register("ltx_video")
@@ -66,10 +67,17 @@ class LTXVideoAdapter(DiffusionAdapter):
         "transformer_blocks.{*}.attn2.to_?": "caption",
     }
     memory_streams = ("caption", "samples")
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 128
+    sizes = LatentSizes(128, ("vae.latent_channels",), _ratios, patch=1, is_video=True, step=32)
+    widths = {"in_channels": "vae", "caption_channels": "text_encoder"}
+    captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)
+    scale = BY_BUFFERS
+    takes_tokens = pipeline_takes_tokens = True
+    text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK}
+    starts_with_frame = frozenset({"i2v"})
     reads_fps = True
+    rate_argument = "frame_rate"
     # The rate is the pipelines' default, also for clips that say nothing of theirs; the calls are those of
     # docs/source/en/api/pipelines/ltx_video.md of diffusers.
     uses = (
@@ -88,50 +96,8 @@ class LTXVideoAdapter(DiffusionAdapter):
         ),
     )
 
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """The VAE's ratios: its own patch, doubled by each block that scales."""
-        vae, transformer = self.component_config("vae"), self.transformer_config
-        doubled = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
-        patch = int(transformer.get("patch_size", 1))
-        ratio = int(vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * doubled)
-        return MediaGeometry(
-            spatial_ratio=ratio,
-            temporal_ratio=int(vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * doubled),
-            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
-            latent_channels=int(vae.get("latent_channels", 128)),
-            is_video=True,
-            spatial_step=math.lcm(_PIPELINE_STEP, ratio * patch),
-        )
-
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, width of the text encoder."""
-        channels, (t, h, w) = self.component_config("vae").get("latent_channels"), self.geometry.patch
-        return [
-            Requirement("in_channels", channels and channels * t * h * w, "vae: latent_channels"),
-            Requirement("caption_channels", self.component_config("text_encoder").get("d_model"), "text_encoder"),
-        ]
-
-    @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D): a caption's own tokens by T5, which has seen the padding."""
-        embeds, mask, _, _ = pipeline.encode_prompt(
-            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
-        )
-        return [{"prompt_embeds": rows} for rows in own_rows(embeds, mask)]
-
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
-        return pad_rows(features)
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
-        vae = pipeline.vae
-        return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
-
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """The way back; the decoder of later releases is told how much noise is left, and adds some."""
+        """Later releases have a decoder that denoises, too: they are rejected."""
         if vae.config.timestep_conditioning:
             raise ConfigError(
                 "the decoder of this VAE denoises, too, and rewards would look at what it adds",
@@ -139,63 +105,22 @@ class LTXVideoAdapter(DiffusionAdapter):
                 key="posttrain.method",
                 way_out="Post-train a release whose VAE has timestep_conditioning false.",
             )
-        return unstandardised(latents, vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
-
-    def given_latents(self, batch: Batch) -> torch.Tensor | None:
-        """i2v: the first latent frame, (1, 1, T, 1, 1)."""
-        if self.task != "i2v":
-            return None
-        latents = batch["latents"]
-        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+        return super().vae_latents(vae, latents)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens; time is 1000 σ, of i2v for each token, (B, N), 0 where the frame is given; the size in tokens, and
-        what a token covers: seconds by the clip's own rate, and pixels."""
-        geometry = self.geometry
-        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], geometry.patch, strict=True))
-        time = 1000 * sigma
+        """Also the size in tokens, and what a token covers: seconds, by the clip's own rate, and pixels. i2v: a time
+        for each token, (B, N), 0 where the frame is given."""
+        inputs, geometry = super().inputs(noisy, sigma, batch, guidance), self.geometry
+        frames, height, width = geometry.grid(tuple(noisy.shape))
         if self.task == "i2v":
-            time = time.view(-1, 1, 1).repeat(1, frames, height * width)
-            time[:, 0] = 0
-            time = time.flatten(1)
+            inputs["timestep"] = self.token_times(inputs["timestep"], tuple(noisy.shape))
         rates = [rate or self.usage.fps for rate in batch.get("fps", [0.0] * len(noisy))]
         seconds = geometry.temporal_ratio / torch.tensor(rates, device=noisy.device).view(-1, 1, 1, 1, 1)
-        return {
-            "hidden_states": self._pack(noisy),
-            "timestep": time,
-            "encoder_hidden_states": batch["prompt_embeds"],
-            "encoder_attention_mask": batch["prompt_mask"],
+        return inputs | {
             "num_frames": frames,
             "height": height,
             "width": width,
             "rope_interpolation_scale": (seconds, geometry.spatial_ratio, geometry.spatial_ratio),
-        }
-
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """(B, tokens, D) → (B, C, T, H, W)."""
-        B, C, T, H, W = latent_shape
-        t, h, w = self.geometry.patch
-        patches = output[0].reshape(B, T // t, H // h, W // w, C, t, h, w)
-        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
-
-    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """(B, C, T, H, W) → (B, tokens, D), channels outermost in a token."""
-        B, C, T, H, W = latents.shape
-        t, h, w = self.geometry.patch
-        patches = latents.reshape(B, C, T // t, t, H // h, h, W // w, w)
-        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
-
-    def init_weights(self, module: nn.Module) -> None:
-        """Draw `scale_shift_table` from N(0, 1/width); a module without one is left alone."""
-        init_scale_shift_table(module)
-
-    @override
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        return self.guided(sampling, prompts, latents) | {
-            "latents": self._pack(latents),
-            "frame_rate": sampling.fps,
         }
 
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:

@@ -5,30 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_SETTINGS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
-from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.packing import pack
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
-from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
@@ -41,6 +33,11 @@ _SEEN_AREA = 384 * 384
 """Pixels that the text encoder of Edit-Plus sees of it."""
 _SIDE_STEP = 32
 _LATENTS_OF = "_latents"
+
+
+def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+    """One factor of two for each entry of `temperal_downsample`; pictures have no time."""
+    return 2 ** len(vae.get("temperal_downsample", (0,) * 3)), 1
 
 
 @model_register.register("qwen_image")
@@ -78,8 +75,14 @@ class QwenImageAdapter(DiffusionAdapter):
         "transformer_blocks.{*}.txt_mlp*": "caption",
     }
     memory_streams = ("samples",)
-    tokenizer = "tokenizer"
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+    sizes = LatentSizes(64, ratios=_ratios, packs=True)
+    widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder"}
+    captions = CaptionRows((EMBEDS, MASK), MASKED)
+    scale = BY_SETTINGS
+    takes_tokens = pipeline_takes_tokens = True
+    time_scale = 1
+    text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_hidden_states_mask": MASK}
 
     @classmethod
     def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
@@ -87,67 +90,19 @@ class QwenImageAdapter(DiffusionAdapter):
         by_pipeline = {each.pipelines["edit"]: each for each in (QwenImageEditAdapter, QwenImageEditPlusAdapter)}
         return by_pipeline.get(str(index.get("_class_name")), cls)
 
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """As the pipeline reads it off the VAE: one factor of two for each entry of `temperal_downsample`."""
-        ratio = 2 ** len(self.component_config("vae").get("temperal_downsample", (0,) * 3))
-        channels = int(self.transformer_config.get("in_channels", 64)) // PATCH**2
-        return MediaGeometry(ratio, 1, (1, PATCH, PATCH), channels, is_video=False)
-
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, width of the text encoder."""
-        channels, text = self.component_config("vae").get("z_dim"), self.component_config("text_encoder")
-        width = (text.get("text_config") or text).get("hidden_size")
-        return [
-            Requirement("in_channels", channels and PATCH**2 * channels, "vae: z_dim × 4"),
-            Requirement("joint_attention_dim", width, "text_encoder"),
-        ]
-
-    @torch.no_grad()
-    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
-        """`prompt_embeds` (L, D): the last layer of Qwen2.5-VL, without the template before the caption."""
-        embeds, mask = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
-        rows = list(embeds) if mask is None else own_rows(embeds, mask)
-        return [{"prompt_embeds": each.clone()} for each in rows]
-
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
-        return pad_rows(features)
-
     @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − mean) / std by channel; a picture is a clip of one frame."""
-        vae = pipeline.vae
-        latents = posterior_mode(vae, pixels)[:, :, 0]
-        return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
+        """The VAE is one of videos: a picture is a clip of one frame."""
+        return self.latents_of(pipeline.vae, pixels)[:, :, 0]
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """A picture is a video of one frame."""
-        return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std).unsqueeze(2)
+        """The inverse, again as a clip of one frame."""
+        return super().vae_latents(vae, latents).unsqueeze(2)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Packed latents; time is σ itself."""
-        height, width = noisy.shape[-2] // PATCH, noisy.shape[-1] // PATCH
-        inputs = {
-            "hidden_states": pack(noisy),
-            "timestep": sigma,
-            "encoder_hidden_states": batch["prompt_embeds"],
-            "encoder_hidden_states_mask": batch["prompt_mask"],
-            "img_shapes": [[(1, height, width)]] * len(noisy),
-        }
-        if self.transformer_config.get("guidance_embeds"):
-            inputs["guidance"] = torch.full_like(sigma, guidance)
-        return inputs
-
-    @override
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        return unpack(output[0], latent_shape)
-
-    @override
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
+        """Also the size of each sample in tokens."""
+        grid = self.geometry.grid(tuple(noisy.shape))
+        return super().inputs(noisy, sigma, batch, guidance) | {"img_shapes": [[grid]] * len(noisy)}
 
 
 class QwenImageEditAdapter(QwenImageAdapter):
@@ -193,14 +148,13 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return {f"{name}{_LATENTS_OF}": self._latents_of(pipeline, media[name]) for name in names}
 
     def _latents_of(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        vae, found = pipeline.vae, []
+        found = []
         for picture in as_pil(pixels[:, :, 0]):
             width, height = fitted_size(*picture.size, _LATENT_AREA)
             pixels = pipeline.image_processor.preprocess(
                 pipeline.image_processor.resize(picture, height, width), height, width
             )
-            latents = vae.encode(pixels[:, :, None].to(vae.device, vae.dtype)).latent_dist.mode()[:, :, 0]
-            found.append(standardised(latents, vae.config.latents_mean, vae.config.latents_std))
+            found.append(self.latents_of(pipeline.vae, pixels[:, :, None])[:, :, 0])
         return torch.cat(found)
 
     @override
@@ -221,16 +175,11 @@ class QwenImageEditAdapter(QwenImageAdapter):
         """Those of Qwen-Image, with the pictures behind."""
         inputs = super().inputs(noisy, sigma, batch, guidance)
         sources = [batch[name].to(noisy.dtype) for name in self.pictures_of(batch, _LATENTS_OF)]
-        grids = [(1, source.shape[-2] // PATCH, source.shape[-1] // PATCH) for source in sources]
+        grids = [self.geometry.grid(tuple(source.shape)) for source in sources]
         return inputs | {
             "hidden_states": torch.cat([inputs["hidden_states"], *map(pack, sources)], dim=1),
             "img_shapes": [[*shapes, *grids] for shapes in inputs["img_shapes"]],
         }
-
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Unpacked; what stands behind the noise are the pictures."""
-        tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
-        return unpack(output[0][:, :tokens], latent_shape)
 
 
 class QwenImageEditPlusAdapter(QwenImageEditAdapter):

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
-from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_blocks
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows, own_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-PIPELINE_STEP = 32
-"""The pipelines refuse other heights and widths than its multiples."""
 
 
 @model_register.register("sana")
@@ -46,25 +37,13 @@ class SanaAdapter(DiffusionAdapter):
     )
     lora_targets: ClassVar[tuple[str, ...]] = ("*.to_q", "*.to_k", "*.to_v")
     older_lora_targets = layers_of("*.attn1", "*.attn2")
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 300
-
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """As the pipeline reads it off the VAE's blocks, and its own rule for sides."""
-        ratio = 2 ** (len(self.component_config("vae").get("encoder_block_out_channels", (0,) * 6)) - 1)
-        patch = int(self.transformer_config.get("patch_size", 1))
-        channels = int(self.transformer_config.get("in_channels", 32))
-        step = math.lcm(PIPELINE_STEP, ratio * patch)
-        return MediaGeometry(ratio, 1, (1, patch, patch), channels, is_video=False, spatial_step=step)
-
-    def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, width of the text encoder."""
-        return [
-            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
-            Requirement("caption_channels", self.component_config("text_encoder").get("hidden_size"), "text_encoder"),
-        ]
+    sizes: ClassVar[LatentSizes] = LatentSizes(32, ratios=by_blocks("encoder_block_out_channels", 6), patch=1, step=32)
+    widths = {"in_channels": "vae", "caption_channels": "text_encoder"}
+    captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)
+    text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK}
+    uses: ClassVar[tuple[ReleaseUse, ...]] = (ReleaseUse(call={"use_resolution_binning": False}),)
 
     @torch.no_grad()
     def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
@@ -82,25 +61,11 @@ class SanaAdapter(DiffusionAdapter):
         )
         return own_rows(embeds, mask)[0]
 
-    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
-        return pad_rows(features)
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """z · scaling_factor; this autoencoder draws nothing."""
-        vae = pipeline.vae
-        return scaled(vae, vae.encode(model_range(pixels[:, :, 0]).to(vae.device, vae.dtype)).latent)
-
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Time is 1000 σ · `timestep_scale`."""
-        inputs = {
-            "hidden_states": noisy,
-            "timestep": 1000 * sigma * self.transformer_config.get("timestep_scale", 1.0),
-            "encoder_hidden_states": batch["prompt_embeds"],
-            "encoder_attention_mask": batch["prompt_mask"],
-        }
-        if self.transformer_config.get("guidance_embeds"):
+        inputs = super().inputs(noisy, sigma, batch, guidance)
+        inputs["timestep"] = inputs["timestep"] * self.transformer_config.get("timestep_scale", 1.0)
+        if self.embeds_guidance:
             scale = self.transformer_config.get("guidance_embeds_scale", 0.1)
             inputs["guidance"] = torch.full_like(sigma, guidance) * scale
         return inputs
@@ -109,17 +74,7 @@ class SanaAdapter(DiffusionAdapter):
         """The first channels: some release has as many again, which were for variances."""
         return output[0][:, : latent_shape[1]]
 
-    def init_weights(self, module: nn.Module) -> None:
-        """Draw `scale_shift_table` from N(0, 1/width); a module without one is left alone."""
-        init_scale_shift_table(module)
-
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
         """The one that the release was trained on, of which the pipeline knows 1024 pixels alone."""
         side = int(self.transformer_config.get("sample_size", 32)) * self.geometry.spatial_ratio
         return side, side
-
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        """Classifier-free guidance, in the size that is asked for."""
-        return self.guided(sampling, prompts, latents) | {"use_resolution_binning": False}

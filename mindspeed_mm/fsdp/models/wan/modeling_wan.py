@@ -3,32 +3,23 @@ mask, time in 0..1000."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
-from mindspeed_mm.fsdp.models.diffusion.adapter import (
-    ConditionShapes,
-    DiffusionAdapter,
-    Requirement,
-    TextFeatures,
-    TransformerOutput,
-)
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_SETTINGS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
-from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
@@ -36,13 +27,11 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers import DiffusionPipeline
 
 _IMAGE_TOKENS = 257
 """Of CLIP ViT-H/14 at 224 pixels, the released image encoder."""
 _PAIR = "it is two transformers, each of which has samples of its own"
-_PIPELINE_STEP = 16
-"""The pipelines refuse other heights and widths than its multiples."""
 
 
 @model_register.register("wan2_2")
@@ -101,28 +90,14 @@ class WanAdapter(DiffusionAdapter):
         "blocks.{*}.attn2.add_*": "picture",
     }
     memory_streams: ClassVar[tuple[str, ...]] = ("caption", "picture", "samples")
-    tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
-
-    @cached_property
-    def geometry(self) -> MediaGeometry:
-        """The VAE's ratios, the transformer's patches, and the pipelines' own rule for sides."""
-        vae = self.component_config("vae")
-        ratio = int(vae.get("scale_factor_spatial", 8))
-        in_time = int(vae.get("scale_factor_temporal", 4))
-        patch = tuple(self.transformer_config.get("patch_size", (1, 2, 2)))
-        positions = int(self.transformer_config.get("rope_max_seq_len", 1024))
-        return MediaGeometry(
-            spatial_ratio=ratio,
-            temporal_ratio=in_time,
-            patch=(patch[0], patch[1], patch[2]),
-            latent_channels=int(vae.get("z_dim", 16)),
-            is_video=True,
-            spatial_step=math.lcm(_PIPELINE_STEP, *(ratio * side for side in patch[1:])),
-            heights=up_to(positions, ratio * patch[1]),
-            widths=up_to(positions, ratio * patch[2]),
-            most_frames=(positions * patch[0] - 1) * in_time + 1,
-        )
+    sizes = LatentSizes(
+        16, ("vae.z_dim",), by_settings(8, 4), is_video=True, step=16, positions=("rope_max_seq_len", 1024)
+    )
+    widths = {"in_channels": "vae", "out_channels": "vae", "text_dim": "text_encoder"}
+    captions = CaptionRows(call=UNGUIDED)
+    scale = BY_SETTINGS
+    zeros = ("pos_embed",)
 
     @property
     def text_tokens(self) -> int:
@@ -133,25 +108,15 @@ class WanAdapter(DiffusionAdapter):
     def _takes_image_embeds(self) -> bool:
         return self.transformer_config.get("image_dim") is not None
 
-    @property
-    def _input_channels(self) -> int:
-        """i2v: noise, a mask of one channel a frame, and the condition."""
-        channels = self.geometry.latent_channels
-        if self.task in ("t2v", "v2v"):
-            return channels
-        return 2 * channels + self.geometry.temporal_ratio
+    def input_channels(self, channels: int) -> tuple[int, str]:
+        """i2v and flf2v: noise, a mask of one channel a frame, and the condition."""
+        given = channels + self.geometry.temporal_ratio if self.task in ("i2v", "flf2v") else 0
+        return channels + given, f", for {self.task}"
 
     def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, widths of the encoders."""
-        image_width = None
-        if self._takes_image_embeds:
-            image_width = self.component_config("image_encoder").get("hidden_size")
-        return [
-            Requirement("in_channels", self._input_channels, f"vae: z_dim, for {self.task}"),
-            Requirement("out_channels", self.geometry.latent_channels, "vae: z_dim"),
-            Requirement("text_dim", self.component_config("text_encoder").get("d_model"), "text_encoder"),
-            Requirement("image_dim", image_width, "image_encoder"),
-        ]
+        """Also the width of the image encoder, where the transformer takes its features."""
+        image = [Requirement("image_dim", *self.width_of("image_encoder"))] if self._takes_image_embeds else []
+        return super().requirements() + image
 
     @property
     @override
@@ -218,19 +183,8 @@ class WanAdapter(DiffusionAdapter):
     @torch.no_grad()
     def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by UMT5, L the caption's own tokens: the pipelines pad with zeros, `pad_text` too."""
-        embeds, _ = pipeline.encode_prompt(
-            prompt=list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
-        )
-        return [{"prompt_embeds": each[: _used_rows(each)].clone()} for each in embeds]
-
-    @torch.no_grad()
-    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """(z − mean) / std by channel, from the VAE's configuration."""
-        return _normalised_latents(pipeline.vae, model_range(pixels))
-
-    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """mean + std · latents."""
-        return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std)
+        padded = [each[EMBEDS] for each in super().encode_text(pipeline, captions)]
+        return [{EMBEDS: rows[: _used_rows(rows)].clone()} for rows in padded]
 
     @property
     def _tells_frames_apart(self) -> bool:
@@ -250,7 +204,7 @@ class WanAdapter(DiffusionAdapter):
         video[:, :, :1] = model_range(given[0])
         if len(given) > 1:
             video[:, :, -1:] = model_range(given[1])
-        conditions = {"condition_latents": _normalised_latents(pipeline.vae, video)}
+        conditions = {"condition_latents": self.latents_of(pipeline.vae, video)}
         if self._takes_image_embeds:
             device = pipeline.image_encoder.device
             embeds = [pipeline.encode_image(as_pil(frame[:, :, 0]), device) for frame in given]
@@ -269,11 +223,11 @@ class WanAdapter(DiffusionAdapter):
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """`prompt_embeds` (B, `text_tokens`, D), zeros behind each caption; no mask, the model takes none."""
-        rows = [each["prompt_embeds"] for each in features]
+        rows = [each[EMBEDS] for each in features]
         padded = rows[0].new_zeros(len(rows), self.text_tokens, rows[0].shape[-1])
         for row, embeds in enumerate(rows):
             padded[row, : len(embeds)] = embeds
-        return {"prompt_embeds": padded}
+        return {EMBEDS: padded}
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -283,11 +237,7 @@ class WanAdapter(DiffusionAdapter):
         if "condition_latents" in batch:
             condition = batch["condition_latents"].to(noisy.dtype)
             hidden = torch.cat([noisy, self._given_mask(noisy), condition], dim=1)
-        inputs = {
-            "hidden_states": hidden,
-            "timestep": 1000 * sigma,
-            "encoder_hidden_states": batch["prompt_embeds"],
-        }
+        inputs = super().inputs(hidden, sigma, batch, guidance)
         if "image_embeds" in batch:
             embeds = batch["image_embeds"]
             if self._tells_frames_apart:  # with positions, the model wants a row for each of the two pictures
@@ -303,19 +253,6 @@ class WanAdapter(DiffusionAdapter):
         if self.task == "flf2v":
             mask[:, -1, -1] = 1
         return mask
-
-    @override
-    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        return output[0]
-
-    def init_weights(self, module: nn.Module) -> None:
-        """Modulation tables are N(0, 1/width), position embeddings zero, as in diffusers' constructors."""
-        table = module._parameters.get("scale_shift_table")
-        if table is not None:
-            table.normal_(std=table.shape[-1] ** -0.5)
-        positions = module._parameters.get("pos_embed")
-        if positions is not None:
-            positions.zero_()
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -362,31 +299,12 @@ class WanTokenTimeAdapter(WanAdapter):
     one_by_one: ClassVar[frozenset[str]] = frozenset()
     streams: ClassVar[Mapping[str, str]] = {"condition_embedder.time*": "latents", **WanAdapter.streams}
     memory_streams: ClassVar[tuple[str, ...]] = ("caption",)
-
-    @property
-    def _input_channels(self) -> int:
-        return self.geometry.latent_channels
-
-    def given_latents(self, batch: Batch) -> torch.Tensor | None:
-        """ti2v: the first latent frame, (1, 1, T, 1, 1)."""
-        if self.task != "ti2v":
-            return None
-        latents = batch["latents"]
-        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+    starts_with_frame = frozenset({"ti2v"})
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Those of Wan with a time for each token, (B, N): 0 where the frame is given."""
         inputs = super().inputs(noisy, sigma, batch, guidance)
-        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
-        times = inputs["timestep"].view(-1, 1, 1).repeat(1, frames, height * width)
-        if self.task == "ti2v":
-            times[:, 0] = 0
-        return inputs | {"timestep": times.flatten(1)}
-
-
-def _normalised_latents(vae: ModelMixin, video: torch.Tensor) -> torch.Tensor:
-    latents = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode()
-    return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
+        return inputs | {"timestep": self.token_times(inputs["timestep"], tuple(noisy.shape))}
 
 
 def _used_rows(embeds_LD: torch.Tensor) -> int:

@@ -61,10 +61,6 @@ class WanVACEAdapter(WanAdapter):
         control = 2 * geometry.latent_channels + geometry.spatial_ratio**2
         return [*super().requirements(), Requirement("vace_in_channels", control, "vae: z_dim and its ratio")]
 
-    @property
-    def _input_channels(self) -> int:
-        return self.geometry.latent_channels
-
     @torch.no_grad()
     def encode_conditions(
         self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
