@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -10,6 +9,7 @@ import sys
 
 import pytest
 
+from mindspeed_mm.core.garbage import freeze_for_good
 from tests.helpers.threads import collect_rarely, collect_when_many
 
 
@@ -25,7 +25,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: looking through it over and over takes longer than most tests."""
-    gc.freeze()
+    freeze_for_good()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.core.garbage import freeze_for_good
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers.threads import collect_rarely
 
@@ -124,7 +124,7 @@ def start_mm(*words: object, log: Path) -> ForkServerProcess:
 
 
 def _mm_main(words: list[str], log: Path) -> None:
-    gc.freeze()
+    freeze_for_good()
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -203,7 +203,7 @@ def _text(path: Path) -> str:
 
 
 def _rank_main(job: Job, rank: int) -> None:
-    gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
+    freeze_for_good()  # looking for garbage among what the server has imported would copy all of its memory
     collect_rarely()
     with (job.folder / f"stack{rank}.txt").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
