@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 
 def gathered(at_once: int) -> list[str]:
     """Names of tensors that are not what torch gathers, of every layout; and of none, what travelled by itself."""
-    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    line, grid, single = (init_device_mesh("cpu", sizes) for sizes in ((4,), (2, 2), (1, 4)))
     layouts = [
         (line, [Shard(0)]),
         (line, [Shard(1)]),
@@ -22,6 +22,8 @@ def gathered(at_once: int) -> list[str]:
         (grid, [Shard(1), Replicate()]),
         (grid, [Shard(0), Shard(0)]),
         (grid, [Shard(1), Shard(0)]),
+        (single, [Shard(0), Shard(0)]),
+        (single, [Shard(0), Replicate()]),
     ]
     whole, tensors = {"plain": torch.arange(3.0)}, {"plain": torch.arange(3.0)}
     for number, (mesh, placements) in enumerate(layouts):
@@ -34,7 +36,7 @@ def gathered(at_once: int) -> list[str]:
         mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as by_itself,
     ):
         found = step_record.all_full(tensors)
-    assert by_itself.call_count == 4 * 3  # whole on all ranks, or cut twice
+    assert by_itself.call_count == 4 * 4  # whole on all ranks, or cut twice
     assert list(found) == list(tensors)
     assert not any(tensor.requires_grad or isinstance(tensor, DTensor) for tensor in found.values())
     return [name for name in whole if found[name].dtype != whole[name].dtype or not found[name].equal(whole[name])]

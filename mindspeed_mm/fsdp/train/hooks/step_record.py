@@ -5,8 +5,8 @@ hand a `StepRecorder` to the trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,65 +75,62 @@ def all_full(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `full` gives of each. Collective where there are shards, of which many travel at once: a model has hundreds
     of parameters, and the way of each by itself costs more than its bytes."""
     found: dict[str, torch.Tensor] = {}
-    waiting: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
+    waiting: dict[tuple[dist.ProcessGroup, torch.dtype], list[_Cut]] = {}
     for name, tensor in tensors.items():
-        axis = _only_cut_axis(tensor)
+        axis = _only_cut_axis(tensor) if isinstance(tensor, DTensor) else None
         if axis is None:
             found[name] = full(tensor)
             continue
         assert isinstance(tensor, DTensor)
-        shards = waiting.setdefault((tensor.device_mesh.get_group(axis), tensor.dtype), {})
-        shards[name] = tensor
-        if sum(each.numel() for each in shards.values()) >= GATHERED_AT_ONCE:
-            found |= _gathered(shards, tensor.device_mesh.get_group(axis))
-            shards.clear()
-    for (group, _), shards in waiting.items():
-        found |= _gathered(shards, group)
+        group = tensor.device_mesh.get_group(axis)
+        together = waiting.setdefault((group, tensor.dtype), [])
+        together.append(_Cut(name, tensor, tensor.placements[axis].dim, group.size()))
+        if sum(cut.tensor.numel() for cut in together) >= GATHERED_AT_ONCE:
+            found |= _gathered(waiting.pop((group, tensor.dtype)), group)
+    for (group, _), together in waiting.items():
+        found |= _gathered(together, group)
     return {name: found[name] for name in tensors}
 
 
-def _only_cut_axis(tensor: torch.Tensor) -> int | None:
+def _only_cut_axis(tensor: DTensor) -> int | None:
     """The axis of the mesh over whose ranks a tensor is cut, in order; None where it is whole, or cut in other ways."""
-    if not isinstance(tensor, DTensor) or not all(type(each) in (Shard, Replicate) for each in tensor.placements):
-        return None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    return axes[0] if len(axes) == 1 else None
-
-
-def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Whole tensors of one dtype, each cut along one dimension over the ranks of a group: in pieces of the same length,
-    of which the last ones are shorter or empty."""
-    if not tensors:
-        return {}
-    ranks = group.size()
-    with torch.no_grad():
-        own = torch.cat([tensor.to_local().reshape(-1) for tensor in tensors.values()])
-    shapes = {name: _shapes_by_rank(tensor, ranks) for name, tensor in tensors.items()}
-    lengths = [sum(math.prod(of_ranks[rank]) for of_ranks in shapes.values()) for rank in range(ranks)]
-    parts = list(own.new_empty(ranks, max(lengths)))
-    dist.all_gather(parts, torch.nn.functional.pad(own, (0, max(lengths) - len(own))), group=group)
-    pieces = [
-        part[:length].split([math.prod(of_ranks[rank]) for of_ranks in shapes.values()])
-        for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
+    placed = [
+        (axis, placement)
+        for axis, placement in enumerate(tensor.placements)
+        if tensor.device_mesh.size(axis) > 1 and not isinstance(placement, Replicate)
     ]
+    return placed[0][0] if len(placed) == 1 and type(placed[0][1]) is Shard else None
+
+
+class _Cut(NamedTuple):
+    """A tensor in pieces of the same length along one dimension, of which the last ones are shorter or empty."""
+
+    name: str
+    tensor: DTensor
+    dimension: int
+    ranks: int
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """Of the piece of a rank."""
+        whole = self.tensor.shape[self.dimension]
+        each = -(-whole // self.ranks)
+        length = min(max(whole - rank * each, 0), each)
+        return (*self.tensor.shape[: self.dimension], length, *self.tensor.shape[self.dimension + 1 :])
+
+
+def _gathered(cuts: Sequence[_Cut], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Whole tensors of one dtype, cut over the ranks of one group."""
+    with torch.no_grad():
+        own = torch.cat([cut.tensor.to_local().reshape(-1) for cut in cuts])
+    sizes = [[math.prod(cut.shape_on(rank)) for cut in cuts] for rank in range(group.size())]
+    longest = max(map(sum, sizes))
+    parts = list(own.new_empty(group.size(), longest))
+    dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    pieces = [part[: sum(of_rank)].split(of_rank) for part, of_rank in zip(parts, sizes, strict=True)]
     return {
-        name: torch.cat(
-            [pieces[rank][number].view(shapes[name][rank]) for rank in range(ranks)], dim=_cut_dimension(tensor)
-        )
-        for number, (name, tensor) in enumerate(tensors.items())
+        cut.name: torch.cat([piece.view(cut.shape_on(rank)) for rank, piece in enumerate(of_cut)], dim=cut.dimension)
+        for cut, of_cut in zip(cuts, zip(*pieces, strict=True), strict=True)
     }
-
-
-def _shapes_by_rank(tensor: DTensor, ranks: int) -> list[tuple[int, ...]]:
-    dimension = _cut_dimension(tensor)
-    whole, before, after = tensor.shape[dimension], tensor.shape[:dimension], tensor.shape[dimension + 1 :]
-    each = -(-whole // ranks)
-    return [(*before, min(max(whole - rank * each, 0), each), *after) for rank in range(ranks)]
-
-
-def _cut_dimension(tensor: DTensor) -> int:
-    (dimension,) = {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
-    return dimension
 
 
 def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
