@@ -18,7 +18,6 @@ from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from mindspeed_mm.fsdp.utils.register import data_register
 from tests.fsdp.data.conftest import conversation, write_jsonl
-from tests.helpers.distributed import alone
 
 Param = Callable[..., DatasetParam]
 
@@ -247,30 +246,28 @@ def test_a_data_set_of_a_plugin(param: Param, processor: Any) -> None:
     assert batch["input_ids"].shape == (4, 3)
 
 
-def test_importing_is_light() -> None:
-    code = """
+def test_importing_is_light_and_json_needs_no_datasets(tmp_path: Path, vlm_folder: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", texts(2))
+    code = f"""
 import sys
 import mindspeed_mm.fsdp.data
-heavy = {"torch", "transformers", "numpy", "PIL", "datasets"} & set(sys.modules)
+heavy = {{"torch", "transformers", "numpy", "PIL", "datasets"}} & set(sys.modules)
+assert not heavy, heavy
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+prepare_for_transformers()
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+# transformers 5.17 imports scikit-learn with its auto classes where that is installed, which imports these two.
+by_transformers = {{"pyarrow", "pandas"}} & set(sys.modules)
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+section = DatasetParam.model_validate({{
+    "basic_parameters": {{"dataset": {str(path)!r}}},
+    "preprocess_parameters": {{"model_name_or_path": {str(vlm_folder)!r}}},
+}})
+dataset, _ = build_mm_dataset(section)
+dataset[0]
+heavy = {{"datasets", "pyarrow", "pandas"}} & set(sys.modules) - by_transformers
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@alone
-def test_json_needs_no_datasets(tmp_path: Path, vlm_folder: Path) -> None:
-    """In a process where nobody has asked for them: others in that of the tests do."""
-    assert "datasets" not in sys.modules
-    # transformers 5.17 imports scikit-learn with its auto classes where that is installed, which imports these two.
-    by_transformers = {"pyarrow", "pandas"} & set(sys.modules)
-    section = DatasetParam.model_validate(
-        {
-            "basic_parameters": {"dataset": str(write_jsonl(tmp_path / "rows.jsonl", texts(2)))},
-            "preprocess_parameters": {"model_name_or_path": str(vlm_folder)},
-        }
-    )
-    dataset, _ = build_mm_dataset(section)
-    assert dataset[0]
-    heavy = {"datasets", "pyarrow", "pandas"} & set(sys.modules) - by_transformers
-    assert not heavy, heavy
