@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from mindspeed_mm.core.garbage import freeze_for_good
+from tests.helpers.rank_server import serve_from_a_copy
 from tests.helpers.threads import collect_rarely, collect_when_many
 
 
@@ -23,9 +24,12 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is no garbage: looking through it over and over takes longer than most tests."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is no garbage: looking through it over and over takes longer than most tests. A copy of this
+    process, as long as no test has run in it, is what ranks are forked from."""
     freeze_for_good()
+    if session.items and not session.config.option.collectonly and "tests.helpers.distributed" in sys.modules:
+        serve_from_a_copy()
 
 
 @pytest.hookimpl(tryfirst=True)

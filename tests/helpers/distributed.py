@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.garbage import freeze_for_good
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.rank_server import PRELOADED
 from tests.helpers.threads import collect_rarely
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,10 @@ class Job:
 
 
 def module_of(file: str) -> ModuleType:
-    """A test file or helper, imported by its path."""
+    """A test file or helper, by its path: as it was collected, or imported now."""
+    for known in list(sys.modules.values()):
+        if getattr(known, "__file__", None) == file:
+            return known
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
@@ -141,7 +145,7 @@ def _load(path: Path) -> Any:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preload"])
+    context.set_forkserver_preload([PRELOADED])
     # The server is a fresh interpreter: it finds the preloaded module by this path alone.
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ROOT) not in paths:

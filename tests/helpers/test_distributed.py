@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ def sum_over_ranks(base: int) -> dict[str, object]:
     total = torch.tensor(base + dist.get_rank(), dtype=torch.float64)
     dist.all_reduce(total)
     return {"rank": dist.get_rank(), "total": total}
+
+
+def own_name() -> str:
+    return __name__
 
 
 def fail_on_rank_one() -> None:
@@ -33,6 +38,12 @@ def test_results_come_back_in_rank_order():
     results = run_ranks(2, sum_over_ranks, 10)
     assert [result["rank"] for result in results] == [0, 1]
     assert all(result["total"] == 21 for result in results)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads cannot be counted here")
+def test_ranks_are_copies_of_this_process():
+    """Another server would import the file under another name, after seconds of other imports."""
+    assert run_ranks(1, own_name) == [__name__]
 
 
 def test_a_failing_rank_is_named_with_its_traceback():

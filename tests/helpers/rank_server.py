@@ -1,0 +1,57 @@
+"""The server that ranks are forked from, as a copy of the tests' own process: a fresh one imports for six seconds what
+is there already."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing.connection
+import os
+import random
+import select
+import socket
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+PRELOADED = "tests.helpers.preload"
+
+
+def serve_from_a_copy() -> None:
+    """Fork the server that `multiprocessing` would start, when the tests are collected and none has run: they leave
+    threads, and whatever they change. Does nothing where more threads run than that which xdist listens with: a copy
+    would wait for ever for what they hold."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    allowed = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
+    threads = Path("/proc/self/task")
+    if server._forkserver_pid is not None or not threads.is_dir() or len(list(threads.iterdir())) > allowed:
+        return
+    address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        # Whoever may ask holds the writing end; the server ends when all of them have.
+        alive, held = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.close(held)
+            _serve(listener.detach(), alive)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, pid
+
+
+def _serve(listener: int, alive: int) -> None:
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        logging.root.handlers.clear()  # of pytest
+        asked, *_ = select.select([listener, alive], [], [])
+        if listener in asked:
+            importlib.import_module(PRELOADED)
+            random.seed(0)
+            sys.modules["numpy"].random.seed(0)
+            sys.modules["torch"].default_generator.manual_seed(0)
+            forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
