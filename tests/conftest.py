@@ -16,8 +16,10 @@ from tests.helpers.threads import collect_rarely, collect_when_many
 
 def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
-    stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one."""
+    stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one. No
+    test cuts the power: the disk need not be waited for, a tenth of a second at every small run."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.fsync = lambda descriptor: None
     collect_rarely()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
