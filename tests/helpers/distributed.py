@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.garbage import freeze_for_good
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.rank_results import read_result, write_result
 from tests.helpers.rank_server import PRELOADED
 from tests.helpers.threads import collect_rarely
 
@@ -116,7 +117,7 @@ def _run(
         trouble = _wait(started, folder, timeout_s)
         if trouble:
             raise RanksFailed(_report(trouble, folder, started))
-        return [_load(folder / f"result{rank}.pt") for rank in range(world_size)]
+        return [read_result(folder / f"result{rank}") for rank in range(world_size)]
 
 
 def start_mm(*words: object, log: Path) -> ForkServerProcess:
@@ -137,10 +138,6 @@ def _mm_main(words: list[str], log: Path) -> None:
     from mindspeed_mm.cli.main import run
 
     os._exit(run(words))
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
 
 
 def _context() -> ForkServerContext:
@@ -179,7 +176,7 @@ def _wait(processes: list[ForkServerProcess], folder: Path, timeout_s: float) ->
 
 def _failed(process: ForkServerProcess, folder: Path, rank: int) -> bool:
     """A rank is judged by its result first: an abort at interpreter exit after the work is done is not a failure."""
-    return not process.is_alive() and not (folder / f"result{rank}.pt").exists()
+    return not process.is_alive() and not (folder / f"result{rank}").exists()
 
 
 def _dump_stacks_and_kill(processes: list[ForkServerProcess]) -> None:
@@ -197,7 +194,7 @@ def _report(trouble: str, folder: Path, processes: list[ForkServerProcess]) -> s
     for rank, process in enumerate(processes):
         process.join(1.0)
         text = "".join(_text(folder / f"{kind}{rank}.txt") for kind in ("error", "stack"))
-        finished = "finished" if (folder / f"result{rank}.pt").exists() else "said nothing"
+        finished = "finished" if (folder / f"result{rank}").exists() else "said nothing"
         sections.append(f"--- rank {rank} (exit code {process.exitcode}) ---\n{text or finished}")
     return "\n".join(sections)
 
@@ -219,7 +216,7 @@ def _rank_main(job: Job, rank: int) -> None:
             if job.in_group:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
                 _init_gloo(job, rank)
-            _save(function(*job.args), job.folder, rank)
+            write_result(function(*job.args), job.folder / f"result{rank}")
             if dist.is_initialized():  # a function may have left the group itself
                 dist.barrier()
                 dist.destroy_process_group()
@@ -241,9 +238,3 @@ def _init_gloo(job: Job, rank: int) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
     )
-
-
-def _save(result: Any, folder: Path, rank: int) -> None:
-    """Written under another name first: a result file is complete when it exists."""
-    torch.save(result, folder / f"result{rank}.tmp")
-    (folder / f"result{rank}.tmp").rename(folder / f"result{rank}.pt")

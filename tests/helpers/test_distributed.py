@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.rank_results import read_result, write_result
 
 
 def sum_over_ranks(base: int) -> dict[str, object]:
@@ -38,6 +39,26 @@ def test_results_come_back_in_rank_order():
     results = run_ranks(2, sum_over_ranks, 10)
     assert [result["rank"] for result in results] == [0, 1]
     assert all(result["total"] == 21 for result in results)
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path):
+    """Of every kind of tensor: a part of another, none at all, of one number, in halves of a word."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = [
+        whole,
+        whole[1:3, ::2],
+        whole.bfloat16(),
+        whole > 3,
+        torch.empty(0, 3),
+        torch.tensor(2, dtype=torch.int8),
+    ]
+    result = {"tensors": tensors, ("a", 1): [None, 2.5, {"name": (True, "word")}]}
+    write_result(result, tmp_path / "result")
+    found = read_result(tmp_path / "result")
+    for own, expected in zip(found.pop("tensors"), result.pop("tensors"), strict=True):
+        assert own.dtype == expected.dtype and own.equal(expected)
+        own += own  # they may be changed
+    assert found == result
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads cannot be counted here")
