@@ -26,17 +26,16 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is no garbage: looking through it over and over takes longer than most tests. A copy of this
-    process, as long as no test has run in it, is what ranks are forked from."""
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: looking through it over and over takes longer than most tests."""
     freeze_for_good()
-    if session.items and not session.config.option.collectonly and "tests.helpers.distributed" in sys.modules:
-        serve_from_a_copy()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Every test, and every fixture that it makes, draws the same numbers, whatever the worker ran before."""
+    """Every test, and every fixture that it makes, draws the same numbers, whatever the worker ran before. A copy of
+    this process as it is before the first of them is what ranks are forked from."""
+    serve_from_a_copy()
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)

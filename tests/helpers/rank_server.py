@@ -15,16 +15,21 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 PRELOADED = "tests.helpers.preload"
+_was_asked = False
 
 
 def serve_from_a_copy() -> None:
-    """Fork the server that `multiprocessing` would start, when the tests are collected and none has run: they leave
-    threads, and whatever they change. Does nothing where more threads run than that which xdist listens with: a copy
-    would wait for ever for what they hold."""
+    """Fork the server that `multiprocessing` would start, before the first test: tests leave threads, and whatever they
+    change. Does nothing afterwards, where no test uses ranks, and where more threads run than that which xdist listens
+    with: a copy would wait for ever for what they hold."""
+    global _was_asked
+    was_asked, _was_asked = _was_asked, True
+    if was_asked or "tests.helpers.distributed" not in sys.modules:
+        return
     server = forkserver._forkserver  # type: ignore[attr-defined]
     allowed = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
     threads = Path("/proc/self/task")
-    if server._forkserver_pid is not None or not threads.is_dir() or len(list(threads.iterdir())) > allowed:
+    if not threads.is_dir() or len(list(threads.iterdir())) > allowed:
         return
     address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
@@ -32,8 +37,9 @@ def serve_from_a_copy() -> None:
         listener.listen()
         # Whoever may ask holds the writing end; the server ends when all of them have.
         alive, held = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
         pid = os.fork()
         if pid == 0:
             os.close(held)
