@@ -14,8 +14,7 @@ _stays_frozen = False
 
 def freeze_for_good() -> None:
     """Pass over all that there is now, as long as the process lives: in a copy of a server, or before many runs in one
-    process. Counting what is frozen takes a tenth of a second for a million objects, at every run; nobody counts it
-    after this."""
+    process. Counting what is frozen takes up to a tenth of a second, at every run, and is left out after this."""
     global _stays_frozen
     gc.freeze()
     _stays_frozen = True

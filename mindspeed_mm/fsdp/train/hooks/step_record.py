@@ -111,7 +111,7 @@ class _Cut(NamedTuple):
     ranks: int
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
-        """Of the piece of a rank."""
+        """Return the shape of the piece that a rank holds."""
         whole = self.tensor.shape[self.dimension]
         each = -(-whole // self.ranks)
         length = min(max(whole - rank * each, 0), each)
