@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -10,13 +9,17 @@ import sys
 
 import pytest
 
+from mindspeed_mm.core.garbage import freeze_for_good
+from tests.helpers.rank_server import serve_from_a_copy
 from tests.helpers.threads import collect_rarely, collect_when_many
 
 
 def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
-    stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one."""
+    stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one. No
+    test cuts the power: the disk need not be waited for, a tenth of a second at every small run."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.fsync = lambda descriptor: None
     collect_rarely()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -25,12 +28,14 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: looking through it over and over takes longer than most tests."""
-    gc.freeze()
+    freeze_for_good()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Every test, and every fixture that it makes, draws the same numbers, whatever the worker ran before."""
+    """Every test, and every fixture that it makes, draws the same numbers, whatever the worker ran before. A copy of
+    this process as it is before the first of them is what ranks are forked from."""
+    serve_from_a_copy()
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)

@@ -38,7 +38,23 @@ with collecting_later():
 assert gc.isenabled()
 """
 
+FOR_GOOD = """
+import gc
+from mindspeed_mm.core.garbage import freeze_for_good, passed_over_by_collection
+
+freeze_for_good()
+frozen, count = gc.get_freeze_count(), gc.get_freeze_count
+gc.get_freeze_count = lambda: 1 / 0
+with passed_over_by_collection():
+    pass
+assert count() == frozen
+"""
+
 
 def test_what_is_built_is_passed_over_and_given_back() -> None:
     """In a process of its own: that of the tests has frozen what it imported."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+
+
+def test_what_is_frozen_for_good_stays_so_and_is_not_counted_again() -> None:
+    subprocess.run([sys.executable, "-c", FOR_GOOD], check=True, timeout=60)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -30,7 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.core.garbage import freeze_for_good
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.rank_results import read_result, write_result
+from tests.helpers.rank_server import PRELOADED
 from tests.helpers.threads import collect_rarely
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +63,10 @@ class Job:
 
 
 def module_of(file: str) -> ModuleType:
-    """A test file or helper, imported by its path."""
+    """A test file or helper, by its path: as it was collected, or imported now."""
+    for known in list(sys.modules.values()):
+        if getattr(known, "__file__", None) == file:
+            return known
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
@@ -112,7 +117,7 @@ def _run(
         trouble = _wait(started, folder, timeout_s)
         if trouble:
             raise RanksFailed(_report(trouble, folder, started))
-        return [_load(folder / f"result{rank}.pt") for rank in range(world_size)]
+        return [read_result(folder / f"result{rank}") for rank in range(world_size)]
 
 
 def start_mm(*words: object, log: Path) -> ForkServerProcess:
@@ -124,7 +129,7 @@ def start_mm(*words: object, log: Path) -> ForkServerProcess:
 
 
 def _mm_main(words: list[str], log: Path) -> None:
-    gc.freeze()
+    freeze_for_good()
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -135,13 +140,9 @@ def _mm_main(words: list[str], log: Path) -> None:
     os._exit(run(words))
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preload"])
+    context.set_forkserver_preload([PRELOADED])
     # The server is a fresh interpreter: it finds the preloaded module by this path alone.
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ROOT) not in paths:
@@ -175,7 +176,7 @@ def _wait(processes: list[ForkServerProcess], folder: Path, timeout_s: float) ->
 
 def _failed(process: ForkServerProcess, folder: Path, rank: int) -> bool:
     """A rank is judged by its result first: an abort at interpreter exit after the work is done is not a failure."""
-    return not process.is_alive() and not (folder / f"result{rank}.pt").exists()
+    return not process.is_alive() and not (folder / f"result{rank}").exists()
 
 
 def _dump_stacks_and_kill(processes: list[ForkServerProcess]) -> None:
@@ -193,7 +194,7 @@ def _report(trouble: str, folder: Path, processes: list[ForkServerProcess]) -> s
     for rank, process in enumerate(processes):
         process.join(1.0)
         text = "".join(_text(folder / f"{kind}{rank}.txt") for kind in ("error", "stack"))
-        finished = "finished" if (folder / f"result{rank}.pt").exists() else "said nothing"
+        finished = "finished" if (folder / f"result{rank}").exists() else "said nothing"
         sections.append(f"--- rank {rank} (exit code {process.exitcode}) ---\n{text or finished}")
     return "\n".join(sections)
 
@@ -203,7 +204,7 @@ def _text(path: Path) -> str:
 
 
 def _rank_main(job: Job, rank: int) -> None:
-    gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
+    freeze_for_good()  # looking for garbage among what the server has imported would copy all of its memory
     collect_rarely()
     with (job.folder / f"stack{rank}.txt").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
@@ -215,7 +216,7 @@ def _rank_main(job: Job, rank: int) -> None:
             if job.in_group:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
                 _init_gloo(job, rank)
-            _save(function(*job.args), job.folder, rank)
+            write_result(function(*job.args), job.folder / f"result{rank}")
             if dist.is_initialized():  # a function may have left the group itself
                 dist.barrier()
                 dist.destroy_process_group()
@@ -237,9 +238,3 @@ def _init_gloo(job: Job, rank: int) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
     )
-
-
-def _save(result: Any, folder: Path, rank: int) -> None:
-    """Written under another name first: a result file is complete when it exists."""
-    torch.save(result, folder / f"result{rank}.tmp")
-    (folder / f"result{rank}.tmp").rename(folder / f"result{rank}.pt")

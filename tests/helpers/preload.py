@@ -4,6 +4,7 @@ which takes less time than these imports."""
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
+import torch.utils.tensorboard
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -14,7 +15,10 @@ import diffusers.models.transformers.transformer_wan  # noqa: E402
 import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
+import mindspeed_mm.cli.train  # noqa: E402
+import mindspeed_mm.fsdp.data.datasets.huggingface  # noqa: E402
 import mindspeed_mm.fsdp.train.trainer  # noqa: E402
+import mindspeed_mm.tasks.export  # noqa: E402
 import mindspeed_mm.tasks.verify.run  # noqa: E402
 import tests.helpers.plan_matrix  # noqa: E402
 from mindspeed_mm.fsdp.params.loader import load_config  # noqa: E402

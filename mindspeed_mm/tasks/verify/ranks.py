@@ -6,7 +6,6 @@ does over a pipe, and prints into a log of its own.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, MMError
+from mindspeed_mm.core.garbage import freeze_for_good
 from mindspeed_mm.core.started_python import SAFE_PATH
 
 PRELOADED = ["torch.distributed.checkpoint", "mindspeed_mm.tasks.verify.run"]
@@ -174,7 +174,7 @@ def _without_accelerators() -> Iterator[None]:
 
 
 def _main(pipe: connection.Connection, place: _Process, function: str, job: object) -> None:
-    gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
+    freeze_for_good()  # looking for garbage among what the server has imported would copy all of its memory
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))

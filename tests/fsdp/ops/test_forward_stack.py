@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,14 +160,18 @@ def test_forwards_for_the_length_of_a_call_are_put_back() -> None:
 
 def replaced_forwards(source: str) -> Iterator[int]:
     """Lines that set a `forward` on something."""
+    if not re.search(r"""\.\s*forward\b|["']forward["']""", source):  # parsing takes longer
+        return
     for node in ast.walk(ast.parse(source)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if hasattr(node, "target") else []
         for target in targets:
             names = [each.attr for each in ast.walk(target) if isinstance(each, ast.Attribute)]
             if "forward" in names:
                 yield target.lineno
-        is_setter = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__")
-        if is_setter and any(isinstance(word, ast.Constant) and word.value == "forward" for word in node.args):
+        words = node.args if isinstance(node, ast.Call) else []
+        if not any(isinstance(word, ast.Constant) and word.value == "forward" for word in words):
+            continue
+        if ast.unparse(node.func) in ("setattr", "object.__setattr__"):
             yield node.lineno
 
 

@@ -23,18 +23,24 @@ def soft_cap(logits: Tensor) -> Tensor:
     return 3 * torch.tanh(logits / 3)
 
 
-def inputs(dtype: torch.dtype = torch.float64, bias: bool = True, weights: bool = False) -> dict[str, Any]:
+def inputs(
+    dtype: torch.dtype = torch.float64,
+    bias: bool = True,
+    weights: bool = False,
+    sizes: tuple[int, int, int] = (ROWS, HIDDEN, WORDS),
+) -> dict[str, Any]:
+    rows, width, words = sizes
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     return {
-        "hidden": draw(ROWS, HIDDEN),
-        "weight": draw(WORDS, HIDDEN),
-        "bias": draw(WORDS) if bias else None,
-        "targets": torch.randint(0, WORDS, (ROWS,), generator=generator),
-        "weights": torch.rand(ROWS, generator=generator, dtype=torch.float64) if weights else None,
+        "hidden": draw(rows, width),
+        "weight": draw(words, width),
+        "bias": draw(words) if bias else None,
+        "targets": torch.randint(0, words, (rows,), generator=generator),
+        "weights": torch.rand(rows, generator=generator, dtype=torch.float64) if weights else None,
     }
 
 
@@ -114,7 +120,8 @@ def test_several_backward_passes_through_one_graph() -> None:
 
 
 def test_second_derivatives() -> None:
-    given, plan = inputs(weights=True), LossPlan(5, 0.1, soft_cap)
+    """Of few numbers, each of which is changed by itself: in three slices, of which the last is not full."""
+    given, plan = inputs(weights=True, sizes=(11, 3, 13)), LossPlan(5, 0.1, soft_cap)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return sliced(given | {"hidden": hidden, "weight": weight, "bias": bias}, plan)

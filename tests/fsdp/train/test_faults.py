@@ -26,9 +26,11 @@ from mindspeed_mm.fsdp.checkpoint import commit
 from mindspeed_mm.fsdp.data.dataloader import dataloader as loader_module
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
+from mindspeed_mm.fsdp.train.memory import advice
 from mindspeed_mm.fsdp.train.run import record as run_record
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils import device
+from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, mm, newest, tensors, train, watched_steps
 
 
@@ -114,6 +116,7 @@ def test_out_of_memory_of_the_host(yaml: Path, monkeypatch: pytest.MonkeyPatch) 
         torch.empty(1 << 60)
 
     monkeypatch.setattr(TrainEngine, "_update", update)
+    monkeypatch.setattr(advice, "candidates", lambda *_: ())  # a forecast for each of them is another test's
     said = mm("train", yaml)
     assert (said.code, "out of memory on rank 0 in step 1" in said.err) == (3, True)
 
@@ -455,6 +458,12 @@ def test_bad_samples_are_counted_over_a_stop(yaml: Path, tmp_path: Path) -> None
 
 def test_bad_samples_are_counted_over_ranks(yaml: Path, tmp_path: Path) -> None:
     """One on each rank, in the first step: no rank by itself would stop."""
-    said = mm("train", yaml, *few_bad_samples(yaml, tmp_path, 0, 5), "--nproc", 2)
-    assert said.code == 4
-    assert "2 of 24 samples are bad" in said.err
+    for code, err in run_ranks(2, trained_here, str(yaml), few_bad_samples(yaml, tmp_path, 0, 5)):
+        assert code == 4
+        assert "2 of 24 samples are bad" in err
+
+
+def trained_here(yaml: str, words: tuple[str, ...]) -> tuple[int, str]:
+    """How `mm train` ends on this rank, and what it says."""
+    said = mm("train", yaml, *words)
+    return said.code, said.err

@@ -30,7 +30,8 @@ from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.distributed import run_ranks
-from tests.helpers.tiny_run import make_tiny_run
+from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 TIME = "tools.profile.static_param"
 
@@ -38,6 +39,15 @@ TIME = "tools.profile.static_param"
 @pytest.fixture(scope="module")
 def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_run(tmp_path_factory.mktemp("profiled"), training={"train_iters": 5, "save_interval": 0})
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text through one layer: with stacks, each call of a function is recorded."""
+    folder = tmp_path_factory.mktemp("short")
+    make_tiny_qwen3(folder / "model", num_hidden_layers=1)
+    make_rows(folder, images=(0,))
+    return make_tiny_run(folder, training={"train_iters": 4, "save_interval": 0, "micro_batch_size": 1})
 
 
 def train(yaml: Path, *overrides: str, hooks: Any = (), **options: Any) -> Trainer:
@@ -49,11 +59,11 @@ def train(yaml: Path, *overrides: str, hooks: Any = (), **options: Any) -> Train
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_of_a_run_holds_its_parts_and_modules(yaml: Path, tmp_path: Path) -> None:
+def test_a_profile_of_a_run_holds_its_parts_and_modules(short: Path, tmp_path: Path) -> None:
     on = ["tools.profile.enable=true", f"{TIME}.level=2", f"{TIME}.start_step=3", f"{TIME}.end_step=5"]
     plain, profiled = StepRecorder(), StepRecorder()
-    train(yaml, "training.train_iters=4", hooks=[plain])
-    train(yaml, "training.train_iters=4", f"training.save={tmp_path}/run", *on, hooks=[profiled])
+    train(short, hooks=[plain])
+    train(short, f"training.save={tmp_path}/run", *on, hooks=[profiled])
     assert [step["loss"] for step in plain.steps] == [step["loss"] for step in profiled.steps]
     folder = tmp_path / "run" / "profiling"
     assert [path.name for path in sorted(folder.iterdir())] == [
