@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.run import main as torchrun
 
 import mindspeed_mm
 from tests.helpers.runs import losses
@@ -139,10 +141,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def run_in(tree: Path, *words: str) -> str:
+def environment_of(tree: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     environment.pop("WORLD_SIZE", None)
-    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
+    return environment
+
+
+def run_in(tree: Path, *words: str) -> str:
+    done = subprocess.run(words, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -155,10 +161,12 @@ def run_in(tree: Path, *words: str) -> str:
         pytest.param("tasks/cosyvoice3/train.py", marks=pytest.mark.slow),
     ],
 )
-def test_the_steps_train_by_torchrun(tree: Path, entry: str) -> None:
+def test_the_steps_train_by_torchrun(tree: Path, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command `torchrun` is a call of this function."""
     out = tree / f"out-{entry.replace('/', '-')}"
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}"]
-    run_in(tree, sys.executable, *words, "steps_config.yaml", f"training.save={out}")
+    monkeypatch.chdir(tree)
+    with mock.patch.dict(os.environ, environment_of(tree), clear=True):
+        torchrun(["--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}", "steps_config.yaml", f"training.save={out}"])
     assert sorted(losses(out)) == [1, 2]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.fresh_process import run_after
 
 pytestmark = pytest.mark.edge("U1")
 
@@ -16,7 +16,7 @@ METADATA = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99.0\n"
 
 
 def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code where `import torchvision` finds one whose compiled part cannot load."""
+    """Run code where `import torchvision` finds one whose compiled part cannot load; torch is imported."""
     package = folder / "site" / "torchvision"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(CLASHING)
@@ -24,15 +24,7 @@ def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     metadata = folder / "site" / "torchvision-0.99.0.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(METADATA)
-    path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[3])])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
+    return run_after("import torch", code, cwd=folder, path=[package.parent])
 
 
 def test_without_the_call_the_import_fails(tmp_path: Path) -> None:
