@@ -61,11 +61,10 @@ _IMPORT = re.compile(
 
 def _imports(source: str) -> Iterable[str]:
     """Modules, and names in them. Parsing all files would take seconds."""
-    for module, names, modules in _IMPORT.findall(source):
+    for module, names, modules in _IMPORT.findall(re.sub(r"#.*", "", source)):
         if module:
             yield module
-        listed = re.sub(r"#.*", "", names or modules)
-        for name in re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?\s*(?:[,;)]|$)", listed):
+        for name in re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?\s*(?:[,;)]|$)", names or modules):
             yield f"{module}.{name}" if module else name
 
 
