@@ -11,14 +11,12 @@ import numpy as np
 from PIL import Image
 from ruamel.yaml import YAML
 
-from tests.helpers.made_once import made_once
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_run import STEADY
 
 THINGS = ("a red box", "two blue lines", "a seven moving left", "", "grain, large and round")
 
 
-@made_once
 def make_pictures(
     folder: Path, count: int = 16, sizes: tuple[tuple[int, int], ...] = ((16, 16),), seed: int = 0
 ) -> Path:
@@ -36,7 +34,6 @@ def make_pictures(
     return _write_rows(folder, rows)
 
 
-@made_once
 def make_clips(folder: Path, count: int = 16, frames: int = 5, size: int = 16, seed: int = 0) -> Path:
     """`count` animated GIFs, whose pixels come back as they were; returns the JSONL."""
     draw = random.Random(seed)
