@@ -14,7 +14,6 @@ import pytest
 from mindspeed_mm.fsdp.utils import fun_asr_features
 from mindspeed_mm.fsdp.utils.fun_asr_features import log_mel, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from tests.helpers.fresh_process import run_after
 
 ensure_torchvision()
 
@@ -104,32 +103,6 @@ def extractor() -> Any:
         pytest.skip("this transformers has no Fun-ASR-Nano")
     provide_fun_asr_features()
     return importlib.import_module("transformers").FunAsrNanoFeatureExtractor(feature_size=23)  # the module of today
-
-
-_TRANSFORMERS = """
-from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-prepare_for_transformers()
-import mindspeed_mm.fsdp.utils.fun_asr_features, transformers
-"""
-_ONE_PROCESS = """
-import importlib, sys
-from mindspeed_mm.fsdp.utils.fun_asr_features import provide_fun_asr_features
-assert "transformers.processing_utils" not in sys.modules
-if sys.argv[1] == "before":
-    provide_fun_asr_features()
-importlib.import_module("transformers.processing_utils")
-if sys.argv[1] == "after":
-    provide_fun_asr_features()
-for module in (importlib.import_module("transformers"), importlib.import_module("transformers.models.fun_asr_nano")):
-    module.FunAsrNanoFeatureExtractor(feature_size=23)
-"""
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_extractor_stays_when_transformers_replaces_itself(extractor: Any, when: str) -> None:
-    """Its first use of a processor puts another module of its name into `sys.modules`."""
-    done = run_after(_TRANSFORMERS, _ONE_PROCESS, when)
-    assert done.returncode == 0, done.stderr
 
 
 def test_features_equal_their_definition(extractor: Any) -> None:
