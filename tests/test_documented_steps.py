@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +12,8 @@ import pytest
 from torch.distributed.run import main as torchrun
 
 import mindspeed_mm
-from tests.helpers.runs import losses
+from tests.helpers.own_package import counted_as_the_package
+from tests.helpers.runs import losses, mm
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 pytestmark = pytest.mark.edge("R5", "R11", "R12")
@@ -147,12 +146,6 @@ def environment_of(tree: Path) -> dict[str, str]:
     return environment
 
 
-def run_in(tree: Path, *words: str) -> str:
-    done = subprocess.run(words, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     "entry",
     [
@@ -170,7 +163,9 @@ def test_the_steps_train_by_torchrun(tree: Path, entry: str, monkeypatch: pytest
     assert sorted(losses(out)) == [1, 2]
 
 
-def test_the_steps_pass_the_check_from_scratch_too(tree: Path) -> None:
+def test_the_steps_pass_the_check_from_scratch_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `_from_config`; the training above takes `from_pretrained`."""
-    words = ["-m", "mindspeed_mm", "check", "steps_config.yaml", "model.train_from_scratch=true"]
-    assert "steps_config.yaml: ok" in run_in(tree, sys.executable, *words)
+    monkeypatch.chdir(tree)
+    with counted_as_the_package(tree, {"steps", "steps_rows"}):
+        said = mm("check", "steps_config.yaml", "model.train_from_scratch=true")
+    assert said.code == 0 and "steps_config.yaml: ok" in said.out, said
