@@ -112,7 +112,7 @@ class _Job:
 
 def killed_before_each_change(
     folder: Path,
-    begin: Callable[[], None],
+    begin: Callable[[], object],
     work: Callable[[], object],
     chosen: Callable[[int], Collection[int]] = range,
     raises: type[BaseException] | None = None,
@@ -150,7 +150,7 @@ def killed_before_each_change(
         yield change
 
 
-def _begin_anew(folder: Path, begin: Callable[[], None]) -> None:
+def _begin_anew(folder: Path, begin: Callable[[], object]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     begin()
