@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120.0
@@ -65,7 +65,7 @@ def _serve(begin: str) -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _run(job: dict[str, str]) -> NoReturn:
+def _run(job: dict[str, Any]) -> NoReturn:
     code = 1
     try:
         for number, name in ((1, "out"), (2, "err")):
@@ -77,6 +77,8 @@ def _run(job: dict[str, str]) -> NoReturn:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 (the border of a process)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
