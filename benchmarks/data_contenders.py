@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import UnequalWorkError
-from benchmarks.hf_trainer import ProcessorCollator
 from benchmarks.rounds import ROUGH, Rounds
 
 BATCH = 16
@@ -38,6 +37,7 @@ class Contenders:
     """
 
     def __init__(self, folder: Path) -> None:
+        from benchmarks.hf_trainer import ProcessorCollator  # imports transformers' Trainer: seconds
         from mindspeed_mm.fsdp.utils.processor import load_processor
 
         self._folder = folder

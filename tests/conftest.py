@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -46,3 +47,13 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_teardown() -> None:
     """A worker runs hundreds of trainings in its own process."""
     collect_when_many()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where files are dealt out to workers: those that take long first."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.helpers.scheduling import LongFilesFirst  # imports pytest-xdist, which need not be installed
+
+    return LongFilesFirst(config, log)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +152,7 @@ EDGES = {
 }
 
 
+@functools.cache
 def proofs_by_edge() -> dict[str, list[str]]:
     """The tests that are marked for each edge, as pytest names them."""
     found: dict[str, list[str]] = {}

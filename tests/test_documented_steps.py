@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.run import main as torchrun
 
 import mindspeed_mm
-from tests.helpers.runs import losses
+from tests.helpers.own_package import counted_as_the_package
+from tests.helpers.runs import losses, mm
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 pytestmark = pytest.mark.edge("R5", "R11", "R12")
@@ -139,12 +140,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def run_in(tree: Path, *words: str) -> str:
+def environment_of(tree: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     environment.pop("WORLD_SIZE", None)
-    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return environment
 
 
 @pytest.mark.parametrize(
@@ -155,14 +154,18 @@ def run_in(tree: Path, *words: str) -> str:
         pytest.param("tasks/cosyvoice3/train.py", marks=pytest.mark.slow),
     ],
 )
-def test_the_steps_train_by_torchrun(tree: Path, entry: str) -> None:
+def test_the_steps_train_by_torchrun(tree: Path, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command `torchrun` is a call of this function."""
     out = tree / f"out-{entry.replace('/', '-')}"
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}"]
-    run_in(tree, sys.executable, *words, "steps_config.yaml", f"training.save={out}")
+    monkeypatch.chdir(tree)
+    with mock.patch.dict(os.environ, environment_of(tree), clear=True):
+        torchrun(["--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}", "steps_config.yaml", f"training.save={out}"])
     assert sorted(losses(out)) == [1, 2]
 
 
-def test_the_steps_pass_the_check_from_scratch_too(tree: Path) -> None:
+def test_the_steps_pass_the_check_from_scratch_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `_from_config`; the training above takes `from_pretrained`."""
-    words = ["-m", "mindspeed_mm", "check", "steps_config.yaml", "model.train_from_scratch=true"]
-    assert "steps_config.yaml: ok" in run_in(tree, sys.executable, *words)
+    monkeypatch.chdir(tree)
+    with counted_as_the_package(tree, {"steps", "steps_rows"}):
+        said = mm("check", "steps_config.yaml", "model.train_from_scratch=true")
+    assert said.code == 0 and "steps_config.yaml: ok" in said.out, said

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +19,15 @@ import pytest
 import mindspeed_mm
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.cli.mm_convert import CONVERTERS
-from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
-from mindspeed_mm.fsdp.utils.register import data_register, model_register
 from tests.helpers.documented_steps import blocks, command_lines, fits, follow
+from tests.helpers.own_package import counted_as_the_package
 from tests.helpers.tiny_generator_run import make_pictures
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows
 from tests.tasks.test_download import CLIENT
-from tests.test_documented_steps import run_in
+from tests.test_documented_steps import environment_of
 from tests.test_readme import parse
 
 ROOT = Path(__file__).parents[1]
@@ -93,24 +93,11 @@ def clone(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
                 (clone / name / path.name).symlink_to(path)
     (clone / "mindspeed_mm").mkdir()
     (clone / "mindspeed_mm" / "tools").symlink_to(ROOT / "mindspeed_mm" / "tools")
-    for room in ("fsdp.models", "fsdp.data.datasets"):
-        package = importlib.import_module(f"mindspeed_mm.{room}")
-        own = str(clone / "mindspeed_mm" / room.replace(".", "/"))
-        monkeypatch.setattr(package, "__path__", [*package.__path__, own])
     monkeypatch.setattr(Converter, "registry", dict(Converter.registry))
     monkeypatch.chdir(clone)
-    monkeypatch.syspath_prepend(str(clone))
     monkeypatch.setenv("PATH", f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    before = set(sys.modules)
-    yield clone
-    # What the package itself has registered meanwhile stays: its modules do so once.
-    for name in registered():
-        for registry in (data_register, model_register, TEMPLATES):
-            registry._entries.pop(name, None)
-            registry._config_keys.pop(name, None)
-    for name in set(sys.modules) - before:
-        if str(clone) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    with counted_as_the_package(clone, registered()):
+        yield clone
 
 
 IN_OTHERS = ROOT / "skills" / "mindspeed-mm-pipeline" / "SKILL.md"
@@ -211,6 +198,12 @@ def test_a_path_that_is_not_there_would_be_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`docs/architecture.md`, `mindspeed_mm/nowhere.py`, `models/<name>/x.py`")
     assert named_paths(page) == {"docs/architecture.md", "mindspeed_mm/nowhere.py"}
+
+
+def run_in(tree: Path, *words: str) -> str:
+    done = subprocess.run(words, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -63,8 +63,27 @@ SANCTIONED = {
 """(file, what): the door to the device asks torch for the module of its type and names none."""
 
 
+def _ways_to_name(dotted: str) -> str:
+    """An expression for texts that may name a module, or what is in it."""
+    inside, dot, name = dotted.rpartition(".")
+    written = re.escape(dotted).replace(r"\.", r"\s*\.\s*")
+    if not dot:
+        return rf"\b(?<!\.){written}\b"
+    return rf"\b{written}\b|\bfrom\s+{re.escape(inside)}\s+import\s*(?:\([^)]*?|[^\n(]*?)\b{name}\b"
+
+
+_SUSPECTS = [
+    re.compile("|".join(map(_ways_to_name, FORBIDDEN))),
+    re.compile(r"\b(?:extractall|unpack_archive)\b|\bshell\s*="),
+    re.compile(rf"(?<![\w.])(?:{'|'.join(sorted(FORBIDDEN_CALLS))})\s*\("),
+]
+"""Parsing all files would take seconds: expressions find the few that may have something, here and below."""
+
+
 def violations(source: str) -> Iterator[tuple[int, str]]:
     """(line, what) of everything forbidden in a source text."""
+    if not any(suspect.search(source) for suspect in _SUSPECTS):
+        return
     for node in ast.walk(ast.parse(source)):
         for name in _names(node):
             for forbidden in FORBIDDEN:
@@ -174,8 +193,8 @@ _READERS = {"json.loads", "json.load", "json.JSONDecoder"}
 def readings(source: str) -> list[str]:
     """Where a text reads JSON or YAML by itself."""
     found: list[str] = []
-    if not re.search(r"json|YAML", source.replace("parse_json", "").replace("json.dumps", "")):
-        return found  # parsing all would take seconds
+    if not re.search(r"\bjson\s*\.\s*(?:loads?|JSONDecoder)\b|\bfrom\s+json\s+import\b|\bYAML\(", source):
+        return found
     for node in ast.walk(ast.parse(source)):
         for name in _names(node):
             is_yaml = re.fullmatch(r"YAML\(.*\)\.(load|load_all|parse|compose)", name) is not None
@@ -206,7 +225,27 @@ def test_a_reading_is_found(source: str) -> None:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
+_FUNCTION = re.compile(r"^([ \t]*)(?:async[ \t]+)?def\b", re.MULTILINE)
+_NEXT = re.compile(r"^([ \t]*)(?:async[ \t]+def|def|class|@)", re.MULTILINE)
+
+
+def may_be_long(source: str) -> bool:
+    """Whether a function may have too many lines: up to the next one that is not within it, there are as many."""
+    if source.count("\n") <= FUNCTION_LINES:
+        return False
+    if any(_NEXT.search(text) for quotes in ('"' * 3, "'" * 3) for text in source.split(quotes)[1::2]):
+        return True  # in the middle of a program in a string a function seems to end
+    nexts = [(match.start(), len(match[1])) for match in _NEXT.finditer(source)]
+    for match in _FUNCTION.finditer(source):
+        ends = (start for start, indent in nexts if start > match.start() and indent <= len(match[1]))
+        if source.count("\n", match.start(), next(ends, len(source))) > FUNCTION_LINES:
+            return True
+    return False
+
+
 def long_functions(source: str) -> list[str]:
+    if not may_be_long(source):
+        return []
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > FUNCTION_LINES]
 
@@ -235,8 +274,7 @@ _DEFINED = re.compile(
 
 
 def unknown_imports(source: str) -> list[str]:
-    """Imports from this repository that name what is not there. Parsing all files would take seconds: expressions find
-    the few that may have some, programs in strings among them."""
+    """Imports from this repository that name what is not there, programs in strings among them."""
     suspects = [
         (module, name)
         for module, listed in _IMPORT.findall(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm import inference_sora, inference_vlm, pretrain_transformers, training
-from mindspeed_mm.core.errors import CheckpointError, ConfigError
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.trainer import Trainer
@@ -316,13 +318,8 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("bug", "code", "last"),
-    [
-        (False, 2, "--lrr  unknown flag."),
-        pytest.param(True, 1, "ZeroDivisionError", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "code", "last"), [(False, 2, "--lrr  unknown flag."), (True, 1, "ZeroDivisionError")])
 def test_a_script_of_ones_own_ends_by_its_error(tmp_path: Path, bug: bool, code: int, last: str) -> None:
     script = tmp_path / "own.py"
     script.write_text(OWN.format(bug=bug))
@@ -332,6 +329,20 @@ def test_a_script_of_ones_own_ends_by_its_error(tmp_path: Path, bug: bool, code:
     assert done.returncode == code and "caught UsageError" in done.stdout
     assert last in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) is bug
+
+
+@alone
+def test_a_script_of_ones_own_ends_by_the_hook_of_its_error(tmp_path: Path) -> None:
+    """As Python ends it, in a process that has imported what it needs."""
+    sys.argv = ["own.py", *FLAGS.split(), str(tmp_path / "run"), "--lrr", "1"]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        try:
+            exec(OWN.format(bug=False), {"__name__": "__main__"})
+        except MMError:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    assert ended.value.code == 2 and "caught UsageError" in out.getvalue()
+    assert "--lrr  unknown flag." in err.getvalue().splitlines()[-1] and "Traceback" not in err.getvalue()
 
 
 def test_unknown_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,10 +100,19 @@ def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
 
+_DOCSTRING = re.compile(
+    r"""(?:\A|:)(?:\s|\#[^\n]*\n)*[rRuU]?("{3}|'{3}|"|')((?:(?!\1).)*)\1[ \t]*(?=$|[;\#"'])""",
+    re.DOTALL | re.MULTILINE,
+)
+"""What may be one: a text at the beginning of a file, or behind a colon."""
+
+
 def short_docstrings(source: str) -> list[str]:
     """Names of what is documented in four words or fewer: they say what the name says. A method that overrides another
     and needs no more is marked with `@override` and has no docstring."""
-    found = []
+    found: list[str] = []
+    if not any(len(match[2].split()) <= 4 for match in _DOCSTRING.finditer(source)):
+        return found  # parsing all files would take seconds
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node)
@@ -127,10 +137,13 @@ def test_a_docstring_of_few_words_is_found(source: str) -> None:
 
 
 def class_names(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Name of a class → the modules that define one of this name."""
+    """Name of a class → the modules that define one of this name, or one module for a name that is used once."""
+    written = {path: re.findall(r"\bclass\s+(\w+)", source) for path, source in sources.items()}
+    times = Counter(name for names in written.values() for name in names)
     found: dict[str, list[str]] = {}
     for path, source in sources.items():
-        if "class " not in source:
+        if all(times[name] == 1 for name in written[path]):  # parsing all files would take seconds
+            found |= {name: [path] for name in written[path]}
             continue
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
@@ -200,8 +213,8 @@ SAYS = {
 
 def said_apart(inside: str, source: str) -> list[str]:
     """Ways to say something that pass a run's `note` by, so that it would be in no log and among no events."""
-    if not re.search(r"logg|warn|\bprint\b|\bsay\(|\becho\b", source):  # most files: parsing all of them takes seconds
-        return []
+    if not re.search(r"\blog(?:ging|ger)\.|\bwarn\(|\bprint\b|\bsay(?:_json)?\(|\bs?echo\(|\bstdout\.write\(", source):
+        return []  # most files: parsing all of them takes seconds
     tree = ast.parse(source)
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = sum(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(tree))

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
-from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, find, place_of, plain
 
 
@@ -35,7 +35,7 @@ def read_json_tree(path: Path) -> Node:
 def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
     """JSON is YAML but for tabs and some escapes; where YAML reads something else, the file is the only place."""
     try:
-        document = parse_yaml(text.replace("\t", " "), source)
+        document = parse_kept_yaml(text.replace("\t", " "), source)
     except ConfigError:
         return as_node(content, SourcePosition(source))
     root = clone(document.root)

@@ -7,6 +7,7 @@ import argparse
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,7 +67,7 @@ def parse(
     file, flags = OneYaml(), list(words)
     if words and words[0].endswith((".yaml", ".yml")):
         file, flags = read_one_yaml(Path(words[0])), flags[1:]
-    parser = build_parser()
+    parser = build_parser() if extra_args_provider is not None else _usual_parser()
     ours = dict(parser._option_string_actions)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
@@ -99,6 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
         action: dict[str, Any] = {"switch": {"action": "store_true"}, "list": {"nargs": "+"}}.get(flag.kind, {})
         parser.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=_help(flag), **action)
     return parser
+
+
+@cache
+def _usual_parser() -> argparse.ArgumentParser:
+    """The parser where nobody adds flags: to build one of six hundred flags takes longer than to parse."""
+    return build_parser()
 
 
 def given_of(namespace: Namespace) -> GivenFlags:

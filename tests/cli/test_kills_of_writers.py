@@ -107,13 +107,14 @@ def save(folder: Path, step: int) -> None:
 def test_save(tmp_path: Path, step: int, has_exchange: bool) -> None:
     if not has_exchange:
         exchange.exchange = lambda one, other: False  # in a process of its own
-    folder = tmp_path / "run"
+    before, folder = tmp_path / "before", tmp_path / "run"
+    save(before, 1)
+    save(before, 2)
+    (before / "iter_0000009.tmp").mkdir()
+    (before / "iter_mine.former").mkdir()
 
     def begin() -> None:
-        save(folder, 1)
-        save(folder, 2)
-        (folder / "iter_0000009.tmp").mkdir()
-        (folder / "iter_mine.former").mkdir()
+        shutil.copytree(before, folder, dirs_exist_ok=True)
 
     for change in killed_before_each_change(folder, begin, lambda: save(folder, step)):
         steps = layout.list_iterations(folder)

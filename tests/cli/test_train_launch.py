@@ -1,5 +1,6 @@
-"""`mm train --nproc 2` as a real command: asked to stop, it saves and ends with 75; when a rank is killed it ends at
-once and says which; the same command goes on, to the bit. The agent is also run in this process, for what fails early.
+"""`mm train --nproc 2` with ranks as real commands: asked to stop, it saves and ends with 75; when a rank is killed it
+ends at once and says which; the same command goes on, to the bit. The agent is also run in this process, for what fails
+early.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -35,7 +36,7 @@ from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.tasks.launch import agent, launcher, rank_start
 from mindspeed_mm.tasks.launch.agent import told_meeting_place
 from mindspeed_mm.tasks.launch.launcher import _last_words
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import run_ranks, start_mm
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.runs import differing, mm, newest, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -67,11 +68,34 @@ def start(yaml: Path, save: Path, *extra: str, cwd: Path | None = None) -> subpr
 
 
 def wait_for_step(process: subprocess.Popen[str], save: Path, step: int) -> None:
+    wait_for(lambda: newest(save) >= step, lambda: process.poll() is None, lambda: process.communicate()[1])
+
+
+def wait_for(arrived: Callable[[], bool], is_alive: Callable[[], bool], said: Callable[[], str]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while newest(save) < step:
-        assert process.poll() is None, process.communicate()[1]
+    while not arrived():
+        assert is_alive(), said()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Launched:
+    """The same command, whose launcher is a copy of a process that has imported what it needs."""
+
+    def __init__(self, yaml: Path, save: Path, folder: Path) -> None:
+        self._out, self._err = folder / "out.txt", folder / "err.txt"
+        words = ("train", yaml, f"training.save={save}", "--nproc", 2)
+        self.process, self._save = start_mm(*words, log=self._out, errors=self._err), save
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: newest(self._save) >= step, self.process.is_alive, self._err.read_text)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code, output and errors."""
+        self.process.join(LIMIT_S)
+        return self.process.exitcode, self._out.read_text(), self._err.read_text()
 
 
 def finish(yaml: str, saves: list[str], last_step: int) -> None:
@@ -87,26 +111,26 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 29500))
         taken.listen()
 
-        process = start(yaml, save)
-        wait_for_step(process, save, 2)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 75, said
+        launched = Launched(yaml, save, tmp_path)
+        launched.wait_for_step(2)
+        os.kill(launched.pid, signal.SIGTERM)
+        code, _, said = launched.end()
+        assert code == 75, said
         stopped_at = newest(save)
         assert stopped_at >= 2
         assert said.splitlines()[-1] == (
             f"{save}  stopped after step {stopped_at}; the checkpoint is saved. Run the same command again to continue."
         )
 
-        process = start(yaml, save)
-        wait_for_step(process, save, stopped_at + 2)
-        pids = ranks_of(process.pid)
+        launched = Launched(yaml, save, tmp_path)
+        launched.wait_for_step(stopped_at + 2)
+        pids = ranks_of(launched.pid)
         killed = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        out, said = process.communicate(timeout=LIMIT_S)
+        code, out, said = launched.end()
         assert time.monotonic() - killed < 30
         assert f"resume from {save / f'iter_{stopped_at:07d}'}" in out
-        assert process.returncode == 3, said
+        assert code == 3, said
         assert said.splitlines()[-2:] == [
             "rank 1 was killed by SIGKILL",
             f"{save}: the last committed step is {newest(save)}. Run the same command again to continue from it.",

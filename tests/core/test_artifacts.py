@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,8 @@ def test_what_a_kill_leaves_is_removed_by_the_next_run(tmp_path: Path) -> None:
             (run.path / name).write_text("mine")
 
     left = set()
-    for change in killed_before_each_change(run.path, begin, lambda: atomic_write_text(run.resolved, "new")):
+    work = partial(atomic_write_text, run.resolved, "new")
+    for change in killed_before_each_change(run.path, begin, work, small=True):
         assert run.resolved.read_text() in ("old", "new"), change
         left |= {*names(run.path)} - {*users, "resolved.yaml"}
         run.prepare()

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.core.folder_writing import atomic_folder, remove_written
 from mindspeed_mm.core.run_ownership import mark_run_folder
-from tests.helpers.kills import everything, killed_before_each_change
+from tests.helpers.kills import everything, killed_before_each_change, nothing, without_exchange
 
 
 def names(folder: Path) -> list[str]:
@@ -286,7 +287,9 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_one(way: str, tmp
         (parent / "X.tmp").write_text("mine")
 
     seen = set()
-    for change in killed_before_each_change(parent, begin, lambda: write(target, "new", overwrite=True)):
+    before = nothing if way == "exchange" else without_exchange
+    work = partial(write, target, "new", overwrite=True)
+    for change in killed_before_each_change(parent, begin, work, small=True, before=before):
         if way == "exchange" or target.exists():
             assert content(target) in (OLD, NEW), change
             seen.add(content(target)["b"])
@@ -302,7 +305,7 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_one(way: str, tmp
 def test_a_kill_while_the_first_one_is_written(tmp_path: Path) -> None:
     parent = tmp_path / "parent"
     target = parent / "export"
-    for change in killed_before_each_change(parent, lambda: None, lambda: write(target, "new")):
+    for change in killed_before_each_change(parent, nothing, partial(write, target, "new"), small=True):
         assert not target.exists() or content(target) == NEW, change
         write(target, "new", overwrite=True)
         assert (content(target), names(parent)) == (NEW, ["export"]), change

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mindspeed_mm.core import exchange
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder, folder_in_place
 from mindspeed_mm.core.healing import heal, heal_missing
-from tests.helpers.kills import everything, killed_before_each_change
+from tests.helpers.kills import everything, killed_before_each_change, nothing, without_exchange
 
 pytestmark = pytest.mark.edge("BS3")
 
@@ -86,7 +87,9 @@ def test_a_conversion_in_place_that_is_killed(
             fill(parent / name, {"mine": name})
 
     seen = []
-    for change in killed_before_each_change(parent, begin, lambda: convert_in_place(target, keep), raises=raises):
+    before = nothing if way == "exchange" else without_exchange
+    work = partial(convert_in_place, target, keep)
+    for change in killed_before_each_change(parent, begin, work, raises=raises, small=True, before=before):
         if way == "exchange" or raises is not None:
             assert content(target) in (OLD, NEW), change
             assert content(target) == OLD or not keep or content(backup) == OLD, change
@@ -134,7 +137,8 @@ def test_a_backup_of_the_users_does_not_take_the_place_of_a_folder_that_he_moved
     def begin() -> None:
         fill(parent / "w", OLD)
 
-    for change in killed_before_each_change(parent, begin, lambda: convert_in_place(parent / "w", keep=True)):
+    work = partial(convert_in_place, parent / "w", keep=True)
+    for change in killed_before_each_change(parent, begin, work, small=True, before=without_exchange):
         if (parent / "w").exists():
             (parent / "w").rename(tmp_path / f"elsewhere{change}")
             if not (parent / "w.bak").exists():

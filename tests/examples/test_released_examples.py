@@ -46,11 +46,13 @@ ON_SMALL_FOLDERS = {
     "minimax_m3_vl": "minimax_m3_vl",
 }
 """Folder of examples → row of its family."""
+PACKED_TOKENS = 512
 
 
 @pytest.mark.parametrize("folder", [*ON_SMALL_FOLDERS, "JanusPro"])
 def test_a_file_holds_on_a_small_folder(folder: str, tmp_path: Path) -> None:
-    """The whole check of `mm check`, on as many ranks as small experts can be divided among."""
+    """The whole check of `mm check`, on as many ranks as small experts can be divided among; the rows are short, and a
+    packed one takes as few of them."""
     if folder == "JanusPro":
         make_tiny_janus(tmp_path / "model")
         rows = write_drawn_rows(tmp_path / "rows")
@@ -62,7 +64,8 @@ def test_a_file_holds_on_a_small_folder(folder: str, tmp_path: Path) -> None:
     ranks = min(load_config(example.path).arguments.parallel.expert_parallel_size or 1, 2)
     basic = "data.dataset_param.basic_parameters"
     said = mm("check", example.path, f"model.model_name_or_path={tmp_path / 'model'}", f"{basic}.dataset={rows}",
-              f"{basic}.dataset_dir={rows.parent}", f"parallel.expert_parallel_size={ranks}",
+              f"{basic}.dataset_dir={rows.parent}", f"{basic}.cutoff_len={PACKED_TOKENS}",
+              f"parallel.expert_parallel_size={ranks}",
               "data.dataloader_param.drop_last=false", f"training.save={tmp_path / 'run'}",
               "--nproc", ranks)  # fmt: skip
     assert said.code == 0, said.out + said.err

@@ -120,20 +120,20 @@ def _run(
         return [read_result(folder / f"result{rank}") for rank in range(world_size)]
 
 
-def start_mm(*words: object, log: Path) -> ForkServerProcess:
+def start_mm(*words: object, log: Path, errors: Path | None = None) -> ForkServerProcess:
     """`mm WORDS` in a process, and a process group, of its own, like a command in a shell but without the seconds
-    that its imports take; what it prints goes into a file."""
-    process = _context().Process(target=_mm_main, args=([str(word) for word in words], log), daemon=True)
+    that its imports take; what it prints goes into a file, its errors into the same one or into another."""
+    process = _context().Process(target=_mm_main, args=([str(word) for word in words], log, errors), daemon=True)
     process.start()
     return process
 
 
-def _mm_main(words: list[str], log: Path) -> None:
+def _mm_main(words: list[str], log: Path, errors: Path | None) -> None:
     freeze_for_good()
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(output if errors is None else os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     from mindspeed_mm.cli.main import run
 

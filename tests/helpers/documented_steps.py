@@ -7,12 +7,14 @@ anything. A block whose first line names a file after the language (```python a/
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 from mindspeed_mm.cli import mm_convert
 from mindspeed_mm.cli.main import guarded
@@ -44,15 +46,32 @@ def command_lines(block: Block) -> list[str]:
 
 
 def run_line(line: str) -> Said:
-    """A command: `mm` and `mm-convert` in this process, any other in one of its own."""
+    """A command: `mm`, `mm-convert` and `python` in this process, any other in one of its own."""
     program, *words = shlex.split(line, comments=True)
     if program == "mm":
         return mm(*words)
     if program == "mm-convert":
         return kept(lambda: guarded(lambda: mm_convert.run(words)))
-    found = [sys.executable if program == "python" else program, *words]
-    done = subprocess.run(found, capture_output=True, text=True, timeout=300, check=False)
+    if program == "python":
+        return kept(lambda: run_python(words))
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=300, check=False)
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+def run_python(words: list[str]) -> int:
+    """A script or `-m module`, with its arguments; its exit code."""
+    is_module = words[0] == "-m"
+    name, *rest = words[is_module:]
+    folder = str(Path.cwd() if is_module else Path(name).resolve().parent)
+    with mock.patch.object(sys, "argv", [name, *rest]), mock.patch.object(sys, "path", [folder, *sys.path]):
+        try:
+            if is_module:
+                runpy.run_module(name, run_name="__main__")
+            else:
+                runpy.run_path(name, run_name="__main__")
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 def fits(shown: str, printed: str) -> bool:

@@ -5,12 +5,15 @@ Python reports what it asks of the operating system to its audit hooks: files op
 and taken away. Folders that change places, and files that safetensors writes, are not reported, and are counted here.
 
 A copy has one thread, and waits for ever where another thread of the original held a lock: tests whose work uses
-libraries are `alone` in a process.
+libraries are `alone` in a process. And a worker of pytest grows to gigabytes, so that copying it takes a tenth of a
+second: work that imports little is done in copies of a process that has imported little.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +21,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +86,39 @@ class _Counter:
         return text.startswith(self._below) or not text.startswith("/")
 
 
+def nothing() -> None:
+    """What most work needs before it."""
+
+
+def without_exchange() -> None:
+    """Let folders change places in two renames, as on a file system that cannot exchange them."""
+    exchange.exchange = lambda one, other: False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Work that a copy of a process does."""
+
+    folder: Path
+    work: Callable[[], object]
+    before: Callable[[], None]
+    """Done first, without counting its changes."""
+    raises: type[BaseException] | None
+    fatal: int | None = None
+    """The change before which the copy is killed, or `raises` is raised."""
+    told: Path | None = None
+    """The file that is told the number of changes."""
+
+
 def killed_before_each_change(
     folder: Path,
-    begin: Callable[[], None],
+    begin: Callable[[], object],
     work: Callable[[], object],
     chosen: Callable[[int], Collection[int]] = range,
     raises: type[BaseException] | None = None,
+    *,
+    small: bool = False,
+    before: Callable[[], None] = nothing,
 ) -> Iterator[int]:
     """Do `work` again and again, each time killed before another change that it makes below `folder`.
 
@@ -96,61 +128,81 @@ def killed_before_each_change(
         work: In a copy of this process.
         chosen: From the number of changes to those that are tried; default: all.
         raises: Raise this instead of the change; the work may clean up after itself.
+        small: Copy a process that has imported only the files of `work` and `before`, which must be picklable.
+        before: What the copy does before the work.
 
     Yields:
         The number of the change, after the kill.
     """
-    changes = _changes_of(folder, begin, work)
+    copied = _in_a_copy_of_a_small_process if small else _in_a_copy
+    job = _Job(folder, work, before, raises)
+    _begin_anew(folder, begin)
+    told = folder.parent / f"{folder.name}.changes"
+    assert copied(replace(job, told=told)) == 0
+    changes = int(told.read_text())
+    told.unlink()
     assert changes, "the work changes nothing"
     for change in chosen(changes):
         _begin_anew(folder, begin)
-        code = _in_a_copy(folder, work, change, raises=raises)
+        code = copied(replace(job, fatal=change))
         expected = -signal.SIGKILL if raises is None else 1
         assert code == expected, f"before change {change} of {changes}: exit code {code}"
         yield change
 
 
-def _changes_of(folder: Path, begin: Callable[[], None], work: Callable[[], object]) -> int:
-    _begin_anew(folder, begin)
-    told = folder.parent / f"{folder.name}.changes"
-    assert _in_a_copy(folder, work, None, told) == 0
-    changes = int(told.read_text())
-    told.unlink()
-    return changes
-
-
-def _begin_anew(folder: Path, begin: Callable[[], None]) -> None:
+def _begin_anew(folder: Path, begin: Callable[[], object]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     begin()
 
 
-def _in_a_copy(
-    folder: Path,
-    work: Callable[[], object],
-    fatal: int | None,
-    told: Path | None = None,
-    raises: type[BaseException] | None = None,
-) -> int:
+def _in_a_copy(job: _Job) -> int:
     """The exit code of a copy of this process that does the work, negative when a signal ended it."""
     pid = os.fork()
     if pid == 0:
-        _work_and_leave(_Counter(folder, fatal, raises), work, told)
+        _work_and_leave(job)
     return wait_for(pid)
 
 
-def _work_and_leave(counter: _Counter, work: Callable[[], object], told: Path | None) -> None:
+def _in_a_copy_of_a_small_process(job: _Job) -> int:
+    asked = _small_process()
+    asked.send(job)
+    code: int = asked.recv()
+    return code
+
+
+@functools.cache
+def _small_process() -> Connection:
+    """Started once, as a fresh interpreter; it ends with this process."""
+    here, there = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=_copy_on_demand, args=(there,), daemon=True).start()
+    there.close()
+    return here
+
+
+def _copy_on_demand(asked: Connection) -> None:
+    while True:
+        try:
+            job = asked.recv()  # imports the files of the work
+        except EOFError:
+            return
+        asked.send(_in_a_copy(job))
+
+
+def _work_and_leave(job: _Job) -> None:
     code = 1
+    counter = _Counter(job.folder, job.fatal, job.raises)
     try:
         faulthandler.enable()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # threads of the original are not there
         os.fsync = lambda descriptor: None  # nothing here is about a power failure: the disk need not be waited for
+        job.before()
         counter.watch_the_rest()
         sys.addaudithook(counter.hook)
-        work()
-        if told is not None:
-            told.write_text(str(counter.count))
+        job.work()
+        if job.told is not None:
+            job.told.write_text(str(counter.count))
         code = 0
     except BaseException:  # noqa: BLE001 (the border of a process)
         if not counter.raised:

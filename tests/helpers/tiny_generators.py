@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.made_once import made_once
 
 prepare_for_transformers()
 
@@ -52,6 +53,7 @@ IMAGE_WIDTH = 20
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-"
 
 
+@made_once
 def make_tiny_flux(
     folder: Path, *, identity_vae: bool = False, seed: int = 0, pipeline: str = "FluxPipeline", **transformer: Any
 ) -> Path:
@@ -81,6 +83,7 @@ def make_tiny_flux(
     return folder
 
 
+@made_once
 def make_tiny_wan(
     folder: Path, *, task: str = "t2v", identity_vae: bool = False, seed: int = 0, **transformer: Any
 ) -> Path:

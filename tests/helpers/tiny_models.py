@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.made_once import made_once
 
 prepare_for_transformers()
 
@@ -77,6 +78,7 @@ _CORPUS = [
 ]
 
 
+@made_once
 def make_tiny_qwen3_vl(
     folder: Path, *, seed: int = 0, tie: bool = True, dtype: torch.dtype = torch.float32, **text: Any
 ) -> Path:
@@ -95,6 +97,7 @@ def make_tiny_qwen3_vl(
     return folder
 
 
+@made_once
 def make_tiny_qwen3(
     folder: Path, *, seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, **text: Any
 ) -> Path:
@@ -106,6 +109,7 @@ def make_tiny_qwen3(
     return folder
 
 
+@made_once
 def make_tiny_qwen3_moe(
     folder: Path, *, seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, **text: Any
 ) -> Path:
@@ -117,6 +121,7 @@ def make_tiny_qwen3_moe(
     return folder
 
 
+@made_once
 def make_tiny_qwen3_vl_moe(
     folder: Path, *, seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, **text: Any
 ) -> Path:

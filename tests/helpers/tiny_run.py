@@ -10,6 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from tests.helpers.made_once import made_once
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 STEADY: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_ratio": 0.0, "save_total_limit": None}
@@ -17,6 +18,7 @@ STEADY: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_ratio": 0.0, 
 WORDS = ("red", "green", "blue", "large", "small", "round", "flat", "old", "new", "far")
 
 
+@made_once
 def make_rows(folder: Path, count: int = 24, seed: int = 0, images: Sequence[int] = (1, 0, 2)) -> Path:
     """`count` conversations with as many images as `images` says in turn, and answers of 1 to 9 words; returns the
     JSONL."""

@@ -15,8 +15,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from datasets import Dataset
-from datasets import Image as ImageFeature
 from PIL import Image
 from scipy.stats import binomtest
 
@@ -330,10 +328,12 @@ def test_json_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]], pictures: Sequence[str]) -> None:
+    import datasets  # a second
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = Dataset.from_list(list(rows))
+    table = datasets.Dataset.from_list(list(rows))
     for name in pictures:
-        table = table.cast_column(name, ImageFeature())
+        table = table.cast_column(name, datasets.Image())
     table.to_parquet(path)
 
 

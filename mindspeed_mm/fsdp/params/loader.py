@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
     put_over,
     to_plain,
 )
-from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
 from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths, read_token_files
 from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.yaml.speech_files import check_speech_sizes, settle_speech_files
@@ -278,7 +278,7 @@ def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
     """The text, its tree, and what is wrong with the text."""
     if isinstance(given, Path):
         text = read_config_text(given)
-        document = parse_yaml(text, str(given))
+        document = parse_kept_yaml(text, str(given))
         return text, clone(document.root), list(document.problems)
     if isinstance(given, Node):
         return dump_with_origins(plain(given), {}), clone(given), []

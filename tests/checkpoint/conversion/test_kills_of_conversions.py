@@ -3,6 +3,7 @@ there, and the same command finishes the work."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -50,11 +51,12 @@ def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_pa
     make_source(source, WEIGHT + 1)
     parent = tmp_path / "parent"
     target = parent / "dcp"
+    write(older, tmp_path / "before")
     before = everything(source)
     seen = set()
     for change in killed_before_each_change(
         parent,
-        lambda: write(older, target),
+        lambda: shutil.copytree(tmp_path / "before", target),
         lambda: write(source, target),
         lambda changes: [*range(0, changes - 1, every), changes - 1],
     ):

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -189,6 +188,8 @@ def test_parquet_of_the_recipes_is_read(folder: Path, tmp_path: Path) -> None:
     told = [
         {key: row[key] for key in ("utt", "text", "speech_token")} | {"spk": "s", "audio_data": b"x"} for row in rows
     ]
+    import datasets  # a second
+
     datasets.Dataset.from_list(told).to_parquet(tmp_path / "rows.parquet")
     found, expected = dataset_of(folder, tmp_path / "rows.parquet"), dataset_of(folder)
     assert found[0]["input_ids"].tolist() == expected[0]["input_ids"].tolist()

@@ -46,6 +46,16 @@ def test_command_line_over_file_over_default(load: Any) -> None:
     assert config.origins["training.seed"].where.endswith("run.yaml:1:28")
 
 
+def test_an_override_is_not_there_when_the_file_is_read_again(tmp_path: Path) -> None:
+    """The text is parsed once, and each reading has a tree of its own."""
+    path = tmp_path / "run.yaml"
+    path.write_text("training: {lr: 1e-3, adam_beta1: 0.8}\n")
+    changed, again = (load_config(path, words).arguments.training for words in (["training.lr=2e-3"], []))
+    assert (changed.lr, again.lr, changed.adam_beta1, again.adam_beta1) == (2e-3, 1e-3, 0.8, 0.8)
+    path.write_text("training: {lr: 1e-4}\n")
+    assert load_config(path).arguments.training.lr == 1e-4
+
+
 def test_a_nested_override_touches_that_key_only(load: Any) -> None:
     text = "training: {lora: {enable: false, rank: 4, alpha: 32}}\n"
     assert load(text, "training.lora.rank=2").arguments.training.lora.alpha == 32

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,28 +103,6 @@ def extractor() -> Any:
         pytest.skip("this transformers has no Fun-ASR-Nano")
     provide_fun_asr_features()
     return importlib.import_module("transformers").FunAsrNanoFeatureExtractor(feature_size=23)  # the module of today
-
-
-_ONE_PROCESS = """
-import importlib, sys
-from mindspeed_mm.fsdp.utils.fun_asr_features import provide_fun_asr_features
-from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-prepare_for_transformers()
-importlib.import_module("transformers")
-if sys.argv[1] == "before":
-    provide_fun_asr_features()
-importlib.import_module("transformers.processing_utils")
-if sys.argv[1] == "after":
-    provide_fun_asr_features()
-for module in (importlib.import_module("transformers"), importlib.import_module("transformers.models.fun_asr_nano")):
-    module.FunAsrNanoFeatureExtractor(feature_size=23)
-"""
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_extractor_stays_when_transformers_replaces_itself(extractor: Any, when: str) -> None:
-    """Its first use of a processor puts another module of its name into `sys.modules`."""
-    subprocess.run([sys.executable, "-c", _ONE_PROCESS, when], check=True, timeout=120)
 
 
 def test_features_equal_their_definition(extractor: Any) -> None:

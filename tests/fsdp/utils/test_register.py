@@ -40,10 +40,6 @@ def _ask_each(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_whose_module_begins_with_transformers_can_be_the_first() -> None:
-    _ask_each(["model:qwen3_tts"])
-
-
 @pytest.mark.slow
 def test_every_entry_can_be_the_first() -> None:
     builtin = {"model": model_register._builtin, "data": data_register._builtin}  # without other tests' plugins

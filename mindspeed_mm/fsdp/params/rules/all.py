@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, Problem
@@ -252,16 +253,22 @@ def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(f"differs from features.{name}", key=f"parallel.{name}", way_out="Keep one of them.")
 
 
+@cache
+def _switched_sections() -> tuple[str, ...]:
+    """Sections of `training` that have an `enable`."""
+    keys = (key for key, _ in walk_fields() if key.startswith("training."))
+    return tuple(key.removesuffix(".enable") for key in keys if key.endswith(".enable"))
+
+
 def _switches_are_given(arguments: Arguments) -> Iterator[Problem]:
     """A forgotten `enable` would train something else: the whole model instead of adapters, no average.
 
     Sections of `tools` change nothing that is learned, and MindSpeed-MM's own files give their keys without it.
     """
-    for switch, _ in walk_fields():
-        path, _, name = switch.rpartition(".")
-        section = value_at(arguments, path) if name == "enable" and path.startswith("training.") else None
+    for path in _switched_sections():
+        section, switch = value_at(arguments, path), f"{path}.enable"
         given = [key for key in section if key in section.model_fields_set] if isinstance(section, Section) else []
-        if given and name not in given:
+        if given and "enable" not in given:
             yield Problem(
                 f"is given, but {switch} is not, and nothing in {path} has an effect without it",
                 key=f"{path}.{given[0]}",
