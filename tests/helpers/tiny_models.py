@@ -16,6 +16,8 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 prepare_for_transformers()
 
 from transformers import (  # noqa: E402  (the guard comes first)
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -102,6 +104,15 @@ def make_tiny_qwen3(
     tokenizer = build_tokenizer()
     config = Qwen3Config(**_TEXT | _token_ids(tokenizer) | {"tie_word_embeddings": tie} | text)
     _save(Qwen3ForCausalLM, config, folder, seed, dtype)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_gemma2(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> Path:
+    """A Gemma 2 (text only) folder with the tokenizer of the others; it caps its logits. Arguments as above."""
+    tokenizer = build_tokenizer()
+    config = Gemma2Config(**_TEXT | _token_ids(tokenizer) | {"final_logit_softcapping": 30.0} | text)
+    _save(Gemma2ForCausalLM, config, folder, seed, dtype)
     tokenizer.save_pretrained(folder)
     return folder
 

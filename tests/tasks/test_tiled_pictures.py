@@ -15,6 +15,8 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.tasks import train
+from mindspeed_mm.tasks.data import check as data_check
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.helpers.tiled_families import TILED, save_tiled
 from tests.helpers.tiny_run import tiny_config
@@ -97,6 +99,14 @@ def test_mm_train_reports_plain_transformers_loss(made: tuple[Path, Any], tmp_pa
     train.run(tmp_path / "run.yaml", packs=packing)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_check_says_that_pictures_were_decoded(made: tuple[Path, Any]) -> None:
+    """These processors do not tell from a header how many tokens a picture has."""
+    folder, _ = made
+    (folder / "look.yaml").write_text(yaml.safe_dump(tiny_config(folder)))
+    found = data_check.run(DataCheckRequest(folder / "look.yaml", workers=0))
+    assert (found.errors, found.media_read, found.to_dict()["decoded"]) == (0, "measured", True)
 
 
 def test_several_pictures_in_a_row_are_refused_where_the_processor_would_cut_them_otherwise(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class ShownRow:
         content["fault"] = self.fault or None
         if self.notes:
             content["notes"] = self.notes
-        content["when"] = str(self.when) if self.when else None
+        content["when"] = asdict(self.when) if self.when else None
         content["answers"] = [answer.to_dict() for answer in self.answers]
         content["media"] = media
         return content

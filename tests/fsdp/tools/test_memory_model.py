@@ -30,7 +30,7 @@ from tests.helpers.planned_memory import MAKERS, peaks
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import smaller_pictures
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
-from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.helpers.tiny_models import make_tiny_gemma2, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_tiny_run
 
 TEXT: dict[str, Any] = {
@@ -107,6 +107,16 @@ def test_peak_of_text(text: Path, overrides: tuple[str, ...]) -> None:
     assert deviation(predicted, real) < (PROMISED if unpacks else WITHIN)
     assert predicted.parameters == real.parameter_bytes
     assert predicted.optimizer == real.state_bytes
+
+
+def test_peak_of_capped_logits_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast takes `auto` as training does, also where the model changes its logits behind the head."""
+    monkeypatch.setattr("mindspeed_mm.fsdp.loss.build_head_loss.AUTO_VOCABULARY", 2048)
+    make_tiny_gemma2(tmp_path / "model", **TEXT)
+    make_long_rows(tmp_path, tokens=40)
+    words = ("model.attn_implementation=eager", "features.chunkloss_plan.chunk_size=64")
+    predicted, real = both(make_tiny_run(tmp_path), *words)
+    assert deviation(predicted, real) < WITHIN
 
 
 def test_a_forgotten_category_is_noticed(text: Path) -> None:
