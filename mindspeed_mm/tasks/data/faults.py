@@ -30,7 +30,10 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("placeholders and media differ", r"placeholders? in the text|^the rendered text has .* tokens? for"),
     ("the model takes no such media", r"but the model takes"),
     ("preference pairs", r"^chosen and rejected|^nothing comes before the answers"),
-    ("samples of the plugin", r"^the sample (is|has) (a|no) |values for \d+ input_ids$|^are .*numbers|^are no array"),
+    (
+        "samples of the plugin",
+        r"^the sample (is|has) (a|no) |^has shape \(.*input_ids has shape|^are .*numbers|^are no array",
+    ),
     ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
     ("fields", r"the field is missing|has the fields|is not a message|is not a number from|neither true nor false"),
     ("fields", r"is not (text|a list|a document|messages)|question, answer"),
