@@ -4,6 +4,8 @@ those of the real classes, only the sizes are tiny. A folder takes a few tenths 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,16 @@ def _save(cls: type[PreTrainedModel], config: Any, folder: Path, seed: int, dtyp
     tokens = {name: getattr(config.get_text_config(), name) for name in ("eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**tokens, max_new_tokens=16)
     model.save_pretrained(folder)
+
+
+def without_template(folder: Path, model: Path) -> Path:
+    """A copy of a model folder as base models are released."""
+    shutil.copytree(model, folder)
+    for path in (*folder.glob("chat_template*"), *folder.glob("*.json")):
+        if path.name.startswith("chat_template"):
+            path.unlink()
+            continue
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.pop("chat_template", None):
+            path.write_text(json.dumps(content))
+    return folder

@@ -29,7 +29,7 @@ from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
-from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_models import make_tiny_qwen3, without_template
 
 TOKENS = 6
 TIMEOUT_S = 120
@@ -243,3 +243,15 @@ def test_settings_that_cannot_be_are_refused(folder: Path, setting: dict[str, An
     said = mm("infer", folder, "--prompt", "one", f"--{option}", value)
     assert said.code == 2 and f"--{option}" in said.err and message in said.err, said.err
     Sampling(TOKENS, temperature=0.001, beams=1024)
+
+
+def test_a_key_that_is_needed_is_named_with_the_option_that_sets_it(folder: Path, rows: Path, tmp_path: Path) -> None:
+    base = without_template(tmp_path / "base", folder)
+    (tmp_path / "view.yaml").write_text("data: {dataset_param: {basic_parameters: {template: default}}}\n")
+    infers = ["infer", str(base), "--prompt", "one?", "--max-new-tokens", "2"]
+    evaluates = ["evaluate", str(base), "--data", str(rows), "--out", str(tmp_path / "out")]
+    for words in (infers, evaluates, ["chat", str(base)], ["serve", str(base)]):
+        said = mm(*words)
+        assert said.code == 4 and "has no chat template" in said.err, said
+        assert "Such keys are set in a YAML: --config FILE." in said.err
+    assert mm(*infers, "--config", str(tmp_path / "view.yaml")).code == 0
