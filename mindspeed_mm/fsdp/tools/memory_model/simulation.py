@@ -285,7 +285,9 @@ def _made_up(function: OpOverload, args: Values, output: object) -> object:
     if not _is_number(output) or function in _VIEWS_AND_COPIES:
         return output
     if output.dtype == torch.bool:
-        return torch.ones(output.shape, dtype=torch.bool)
+        # No fraction is just some number: towers take pictures for empty ones whose pixels are all 0.
+        is_equality = function is torch.ops.aten.eq.Scalar and args[0].is_floating_point()
+        return torch.full(output.shape, not is_equality)
     if function is torch.ops.aten.topk.default:
         return _even_choice(args[0].shape, args[2] if len(args) > 2 else -1, output)
     if function in (torch.ops.aten.sort.default, torch.ops.aten.sort.stable, torch.ops.aten.argsort.default):
