@@ -132,7 +132,9 @@ def test_json_has_numbers_where_numbers_are_meant(yaml: Path, found: Preview) ->
     batch = told["micro_batch"]
     assert batch["shapes"]["input_ids"] == [rows, length] and batch["dtypes"]["input_ids"] == "int64"
     assert batch["shapes"]["sample_ids"] == [rows] and batch["dtypes"]["sample_ids"] == "list"
-    packed = preview.run(DataPreviewRequest(yaml, basics(packing=True, max_samples=24))).to_dict()["micro_batch"]
+    packed = preview.run(DataPreviewRequest(yaml, basics(packing=True, cutoff_len=64, max_samples=24))).to_dict()[
+        "micro_batch"
+    ]
     assert packed["values"]["max_length_q"] > 0 and packed["shapes"]["max_length_q"] == []
     when = preview.run(DataPreviewRequest(yaml, basics(max_samples=24), count=1)).to_dict()["shown"][0]["when"]
     assert when == {"epoch": 0, "step": 1, "of_steps": 12, "micro_batch": 1}
@@ -258,6 +260,9 @@ class TestMicroBatch:
         found = preview.run(DataPreviewRequest(yaml, basics(max_samples=1)))
         assert (len(found.shown), found.batch) == (1, None)
         assert "fewer than one global batch of 2" in plain(found)
+        packed = preview.run(DataPreviewRequest(yaml, basics(packing=True, max_samples=24)))
+        assert (len(packed.shown), packed.batch) == (3, None)
+        assert "do not fill the 1 micro-batches of 2,048 tokens" in plain(packed)
 
 
 def test_videos_are_strips_of_frames(tmp_path: Path) -> None:

@@ -302,9 +302,11 @@ def _loader(data: OpenedData, ranks: int) -> tuple[MMDataLoader | None, str]:
     if data.is_validation:
         return None, ""
     try:
-        return data.loader(ranks), ""
-    except DataError as error:  # too few rows for a step
+        loader = data.loader(ranks)
+        loader.order.step(DataPosition(0, 0))
+    except DataError as error:  # too few rows for a step, which packing finds out when it plans one
         return None, str(error)
+    return loader, ""
 
 
 def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:

@@ -187,7 +187,7 @@ def predict_memory(
     try:
         with as_computed_on(device_type):
             simulated.run(batch, loss, media)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):  # it looks at what is not there
         simulated.approximate(batch)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
     return max(predictions, key=lambda prediction: prediction.peak)
