@@ -132,9 +132,8 @@ def test_json_has_numbers_where_numbers_are_meant(yaml: Path, found: Preview) ->
     batch = told["micro_batch"]
     assert batch["shapes"]["input_ids"] == [rows, length] and batch["dtypes"]["input_ids"] == "int64"
     assert batch["shapes"]["sample_ids"] == [rows] and batch["dtypes"]["sample_ids"] == "list"
-    packed = preview.run(DataPreviewRequest(yaml, basics(packing=True, cutoff_len=64, max_samples=24))).to_dict()[
-        "micro_batch"
-    ]
+    words = basics(packing=True, cutoff_len=64, max_samples=24)
+    packed = preview.run(DataPreviewRequest(yaml, words)).to_dict()["micro_batch"]
     assert packed["values"]["max_length_q"] > 0 and packed["shapes"]["max_length_q"] == []
     when = preview.run(DataPreviewRequest(yaml, basics(max_samples=24), count=1)).to_dict()["shown"][0]["when"]
     assert when == {"epoch": 0, "step": 1, "of_steps": 12, "micro_batch": 1}
