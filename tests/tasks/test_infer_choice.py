@@ -245,13 +245,15 @@ def test_settings_that_cannot_be_are_refused(folder: Path, setting: dict[str, An
     Sampling(TOKENS, temperature=0.001, beams=1024)
 
 
-def test_a_key_that_is_needed_is_named_with_the_option_that_sets_it(folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_needed_is_named_with_the_option_that_sets_it(folder: Path, tmp_path: Path) -> None:
     base = without_template(tmp_path / "base", folder)
     (tmp_path / "view.yaml").write_text("data: {dataset_param: {basic_parameters: {template: default}}}\n")
     infers = ["infer", str(base), "--prompt", "one?", "--max-new-tokens", "2"]
-    evaluates = ["evaluate", str(base), "--data", str(rows), "--out", str(tmp_path / "out")]
+    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    evaluates = ["evaluate", str(base), "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
     for words in (infers, evaluates, ["chat", str(base)], ["serve", str(base)]):
         said = mm(*words)
         assert said.code == 4 and "has no chat template" in said.err, said
-        assert "Such keys are set in a YAML: --config FILE." in said.err
+        assert "This is a key of a YAML: --config YAML names it." in said.err
     assert mm(*infers, "--config", str(tmp_path / "view.yaml")).code == 0

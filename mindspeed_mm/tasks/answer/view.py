@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_of_adapters, with_view
@@ -30,8 +29,7 @@ def rows_view(source: ModelSource, config: Path | None = None) -> RowsView:
         # The exported folder has the template that the run used, also where its file is gone.
         basic = param.basic_parameters.model_copy(update={"template": None, "chat_template": None})
         param = param.model_copy(update={"basic_parameters": basic})
-    view = RowsView(_with_adapters(param, source.lora) if source.lora is not None else param)
-    return view if config is not None else replace(view, option="--config")
+    return RowsView(_with_adapters(param, source.lora) if source.lora is not None else param)
 
 
 def _with_adapters(param: DatasetParam, lora: Path) -> DatasetParam:

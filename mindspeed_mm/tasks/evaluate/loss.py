@@ -175,10 +175,8 @@ def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Open
 def _of_folder(request: EvaluateRequest) -> _Opened:
     """A model's folder, an exported run's too, in the type that its weights are stored in."""
     source = with_adapters(resolve_model(request.folder), request.lora)
-    view = rows_view(source, request.config)
-    arguments = _arguments_of(source, view.param)
-    with told_as(view.told):
-        dataset = _rows(request, arguments)  # first: it makes torchvision importable
+    arguments = _arguments_of(source, rows_view(source, request.config).param)
+    dataset = _rows(request, arguments)  # first: it makes torchvision importable
     model = load_model(source.folder)
     if source.lora is not None:
         model = load_peft(model, source.lora).get_base_model()

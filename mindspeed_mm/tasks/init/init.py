@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, 
 from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.tasks.init.given_keys import given_keys
-from mindspeed_mm.tasks.init.row_settings import BASIC, Setting, row_settings
+from mindspeed_mm.tasks.init.row_settings import BASIC, RowSetting, row_settings
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.models.first_yaml import (
     RATES,
@@ -136,7 +136,7 @@ class _Setup:
     is_accelerator: bool
     sizes: Mapping[str, int]
     """Of a generator, the size of samples that the release was made for."""
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, RowSetting] = field(default_factory=dict)
     """Of `basic_parameters`: what the rows need beyond their path."""
     rows: int = _ROWS_A_STEP
     """How many rows are trained on."""

@@ -25,7 +25,7 @@ _THINKING = "<think>"
 _PLAIN = "default"
 
 
-class Setting(NamedTuple):
+class RowSetting(NamedTuple):
     """A value of `basic_parameters`, and why it is set."""
 
     value: str
@@ -37,7 +37,7 @@ def holds_pairs(row: Mapping[str, Any]) -> bool:
     return any(row.get(column) for column in PAIRS["rejected"])
 
 
-def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, Setting]:
+def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, RowSetting]:
     """Key of `basic_parameters` → what the rows need beyond their path.
 
     Args:
@@ -47,9 +47,9 @@ def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, Setting]:
     Raises:
         ConfigError: The folder has no chat template, the row has media, and no built-in format has their placeholders.
     """
-    settings: dict[str, Setting] = {}
+    settings: dict[str, RowSetting] = {}
     if holds_pairs(row):
-        settings["stage"] = Setting("rm", "rows with a better and a worse answer")
+        settings["stage"] = RowSetting("rm", "rows with a better and a worse answer")
     try:
         processor = load_processor(model)
     except MMError:
@@ -58,10 +58,10 @@ def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, Setting]:
         build_template(processor, BasicParameters())
     except ModelFolderError:
         if _is_document(row):
-            return settings | {"stage": Setting("pretrain", "plain text: the folder has no chat template")}
+            return settings | {"stage": RowSetting("pretrain", "plain text: the folder has no chat template")}
         name = _fitting_format(model, processor, shows_media=_has_media(row))
         comment = "the folder has no chat template; more formats: docs/data.md, Order of turns"
-        settings["template"] = Setting(name, comment)
+        settings["template"] = RowSetting(name, comment)
     except MMError:
         return settings
     return settings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
+from mindspeed_mm.core.errors import ConfigError, DataError, told_as
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder, build_tokens
@@ -33,8 +33,6 @@ class RowsView:
 
     param: DatasetParam
     """Settings of the run, of a configuration that is named, or of the model's folder alone."""
-    option: str = ""
-    """The option that names a configuration, where none is named; empty: problems name keys that the caller has set."""
 
     @property
     def mark(self) -> str:
@@ -55,13 +53,7 @@ class RowsView:
         """The same for what people write: special tokens in their words are text, whatever holds for the rows of a
         run, for with them one could write turns of others."""
         preprocess = self.param.preprocess_parameters.model_copy(update={"split_special_tokens": True})
-        return replace(self, param=self.param.model_copy(update={"preprocess_parameters": preprocess}))
-
-    def told(self, problem: Problem) -> Problem:
-        """A problem of a key, with the way to set it."""
-        if not self.option or not problem.key.startswith("data."):
-            return problem
-        return replace(problem, way_out=f"{problem.way_out} Such keys are set in a YAML: {self.option} FILE.".lstrip())
+        return RowsView(self.param.model_copy(update={"preprocess_parameters": preprocess}))
 
     def row_format(self, data: Path) -> RowFormat:
         """How the rows of a file are laid out: as the configuration says for this file, or for all its files; the usual
@@ -107,11 +99,7 @@ class QuestionEncoder:
     """
 
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
-        view = view or RowsView(DatasetParam())
-        with told_as(view.told):
-            self._open(folder, with_view(view.param, folder))
-
-    def _open(self, folder: Path, param: DatasetParam) -> None:
+        param = with_view((view or RowsView(DatasetParam())).param, folder)
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
         # A run may come from somebody else: that its configuration trusted a folder's code is no word of who asks now.
         untrusting = self._preprocess.model_copy(update={"trust_remote_code": False})
@@ -120,7 +108,8 @@ class QuestionEncoder:
         tell_language(self.processor, folder)
         self._detects_language = detects_language(self.processor, folder)
         self._plugin = build_mm_plugin(self.processor, self._preprocess)
-        self._template = build_template(self.processor, self._basic)
+        with told_as(as_asked):
+            self._template = build_template(self.processor, self._basic)
         self._tokens = build_tokens(self.processor, self._template, self._plugin, self._preprocess)
 
     @property
