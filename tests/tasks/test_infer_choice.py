@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,3 +258,14 @@ def test_a_key_that_is_needed_is_named_with_the_option_that_sets_it(folder: Path
         assert said.code == 4 and "has no chat template" in said.err, said
         assert "This is a key of a YAML: --config YAML names it." in said.err
     assert mm(*infers, "--config", str(tmp_path / "view.yaml")).code == 0
+
+
+def test_what_only_training_takes_is_said_to_be_for_training(folder: Path, tmp_path: Path) -> None:
+    lacking = shutil.copytree(folder, tmp_path / "lacking")
+    next(lacking.glob("*.safetensors")).unlink()
+    said = mm("infer", lacking, "--prompt", "one?")
+    assert said.code == 4 and "Only training starts without: model.train_from_scratch" in said.err
+    said = mm("export", folder, tmp_path / "out")
+    assert said.code == 4 and "Name a run, or one of its steps." in said.err
+    said = mm("infer", folder, "--prompt", "one?", "--image", tmp_path / "a.png")
+    assert said.code == 4 and "model_name_or_path" not in said.err
