@@ -140,8 +140,8 @@ _NUMBERS = re.compile(
     r"[(\[]?[-+]?\d[\d.,]*(e[-+]?\d+)?(\s*[×x,]\s*[\d.,]+)*[)\]]?\s?(%|s|ms|[KMGT]?i?B|tokens|rows|bytes|u?int\d+|b?float\d+)?"
 )
 """A number, several of them, or one with its unit."""
-WORDS_OF_NUMBERS = {"text", "answer", "content", "default", "name", "id", "version", "prompt", "what"}
-"""Keys of what users, models or files say, and of names."""
+WORDS_OF_NUMBERS = {"text", "answer", "content", "default", "name", "id", "version", "found", "prompt", "what"}
+"""Keys of what users, models or files say, and of names and versions (`found` of `mm doctor`)."""
 
 
 def texts_of_numbers(value: Any, key: str = "") -> list[str]:
