@@ -236,6 +236,16 @@ def test_labels_that_a_collator_of_a_plugin_may_move_are_a_warning(yaml: Path) -
     assert any("sample 0 has labels of shape (1, 3) and input_ids of shape (1, 4)" in each for each in result.warnings)
 
 
+def test_a_data_set_that_is_smaller_than_a_step_is_a_warning(yaml: Path) -> None:
+    give(yaml, [sample(), sample()])
+    words = ["training.gradient_accumulation_steps=4", "data.dataloader_param.drop_last=false"]
+    said = "an epoch fills only 25% of a step, so each step reads the data about 4 times"
+    assert [each for each in check.run(yaml, words).warnings if said in each]
+    assert not [each for each in check.run(yaml).warnings if "an epoch fills only" in each]
+    trained = mm("train", yaml, *words)
+    assert trained.code == 0 and said in trained.out + trained.err
+
+
 def test_batches_of_arrays_are_batches_of_tensors() -> None:
     batch = completed({"input_ids": np.array(IDS[:1]), "labels": np.array(LABELS[:1]), "scores": np.ones(1)}, ["0"])
     assert batch["shift_labels"].tolist() == [[6, 7, -100]] and isinstance(batch["scores"], torch.Tensor)
