@@ -67,11 +67,16 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = "---\norphan: true\n---\n" + source[0]
 
 
-def show_folder_names(app: Sphinx, doctree: document) -> None:
-    """Turn links to folders of the checkout into their text: the site holds pages, not folders."""
+def show_names_of_files(app: Sphinx, doctree: document) -> None:
+    """Turn links to folders of the checkout, and to files that are no pages of the site, into their text."""
     here = (ROOT / app.env.docname).parent
     for node in list(doctree.findall(pending_xref)):
-        if node["reftype"] == "myst" and (here / node["reftarget"]).is_dir():
+        if node["reftype"] != "myst":
+            continue
+        target = node["reftarget"]
+        is_page = node.get("refdomain") == "doc"
+        is_outside = is_page and target not in app.env.found_docs and (ROOT / f"{target}.md").is_file()
+        if is_outside or (here / target).is_dir():
             node.replace_self(node.children)
 
 
@@ -84,5 +89,5 @@ def write_index(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Connect the three functions above to Sphinx."""
     app.connect("source-read", add_navigation)
-    app.connect("doctree-read", show_folder_names)
+    app.connect("doctree-read", show_names_of_files)
     app.connect("build-finished", write_index)

@@ -194,7 +194,7 @@ def _no_safetensors(folder: Path) -> ModelFolderError:
         return ModelFolderError(
             "no *.safetensors here",
             where=str(folder),
-            way_out="Copy the model's weights there. To train without them, set model.train_from_scratch: true.",
+            way_out="Copy the model's weights there. Only training starts without: model.train_from_scratch: true.",
         )
     danger = _unsafe_globals(pickles[0])
     if danger:

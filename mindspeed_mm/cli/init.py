@@ -16,6 +16,7 @@ Examples:
   mm init --model models/Qwen3-VL-2B-Instruct --data data/rows.jsonl
   mm init --model models/Qwen3-VL-8B-Instruct --data data/rows.jsonl --gpu 24 --devices 8 --out run.yaml
   mm init --model models/FLUX.1-dev --data pictures --gpu 24
+  mm init --model models/base --data data/rows.jsonl data.dataset_param.basic_parameters.template=default
 """
 
 
@@ -26,6 +27,10 @@ def command(request: InitRequest) -> None:
 
     Whether all weights are trained or adapters, how many rows a device takes at a time, and whether blocks are computed
     again are chosen by the forecast of memory, for this machine or for the devices that are named. Nothing is trained.
+    OVERRIDES are section.key=value, checked and written into the YAML.
+
+    Where the model's folder has no chat template, a built-in one with the model's tokens is named in the YAML; for rows
+    of plain text, stage: pretrain.
     """
     from mindspeed_mm.tasks.init import init  # torch: the help does without
 
@@ -34,4 +39,6 @@ def command(request: InitRequest) -> None:
         say_json(asdict(made))
         return
     say(f"{made.config}: {made.way}; {made.rows:,} rows")
+    for note in made.notes:
+        say(f"  {note}")
     say(f"next: mm data preview {made.config}, then bash {made.script}")

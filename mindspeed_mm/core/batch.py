@@ -38,7 +38,7 @@ BATCH_KEYS: dict[str, str] = {
     "drawn_places": "(N_codes,) int64 places of their codes in the flattened rows; added by the loss",
     "image_grid_thw": "(N_images, 3) int64 patch grid: time, height, width",
     "pixel_attention_mask": "(N_images, tiles, height, width) int64, 1 on real pixels of a tile (Idefics3, SmolVLM)",
-    "batch_num_images": "(N_rows,) int64 pictures of each row that has some (LLaVA-OneVision)",
+    "batch_num_images": "int64 pictures of each row that has some, neighbours with several as one (LLaVA-OneVision)",
     "image_sizes_videos": "(N_videos, 2) int64 pixels of frames",
     "image_sizes": "(N_images, 2) int64 pixels",
     "pixel_values_videos": "video patches",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,29 @@ def answered(name: str) -> Said:
         return mm(*words)
 
 
+_NUMBERS = re.compile(
+    r"[(\[]?[-+]?\d[\d.,]*(e[-+]?\d+)?(\s*[×x,]\s*[\d.,]+)*[)\]]?\s?(%|s|ms|[KMGT]?i?B|tokens|rows|bytes|u?int\d+|b?float\d+)?"
+)
+"""A number, several of them, or one with its unit."""
+WORDS_OF_NUMBERS = {"text", "answer", "content", "default", "name", "id", "version", "found", "prompt", "what"}
+"""Keys of what users, models or files say, and of names and versions (`found` of `mm doctor`)."""
+
+
+def texts_of_numbers(value: Any, key: str = "") -> list[str]:
+    """Texts in a JSON value that mean numbers, with their keys."""
+    if isinstance(value, dict):
+        return [each for name, inner in value.items() for each in texts_of_numbers(inner, name)]
+    if isinstance(value, list):
+        return [each for inner in value for each in texts_of_numbers(inner, key)]
+    is_text = isinstance(value, str) and key not in WORDS_OF_NUMBERS and _NUMBERS.fullmatch(value)
+    return [f"{key}: {value}"] if is_text else []
+
+
+def test_texts_of_numbers_are_found() -> None:
+    said = {"shape": "(2, 40) int64", "size": ["16 × 32"], "peak": "1.5 GiB", "share": "12%", "n": 3, "text": "4"}
+    assert texts_of_numbers(said) == ["shape: (2, 40) int64", "size: 16 × 32", "peak: 1.5 GiB", "share: 12%"]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in MINUTES else name for name in COMMANDS]
 )
@@ -142,6 +166,7 @@ def test_stdout_of_a_command_is_json(name: str) -> None:
     said = answered(name)
     found = documents(said.out)
     assert found and all(isinstance(each, (dict, list)) for each in found), said
+    assert texts_of_numbers(found) == []
     failed = [each for each in found if "error" in each]
     if name == "chat":  # its last line names a file that is not there; the model has answered before
         assert said.code == ExitCode.DATA and len(failed) == 1 and "text" in found[0]

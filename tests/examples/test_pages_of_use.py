@@ -33,6 +33,7 @@ from tests.helpers.tiny_omni import make_tiny_omni
 from tests.helpers.tiny_omni_talker import write_omni
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 from tests.helpers.tiny_sounds import sound_bytes, tone
+from tests.helpers.tiny_speech_codec import VOICE, write_speaker
 from tests.tasks.test_evaluate_clips import install_vbench, make_tiny_dino, save_alexnet
 from tests.tasks.test_evaluate_generated import make_pictures
 from tests.tasks.test_evaluate_published import picture, write_tsv
@@ -102,6 +103,11 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
     write_omni(tmp_path / "models" / "Qwen3-Omni-30B-A3B-Instruct")
     make_tiny_janus(tmp_path / "models" / "Janus-Pro-1B")
+    voices = {"spk_id": {"ryan": 70}, "codec_language_id": {"northern": 59}, "spk_is_dialect": {"ryan": False}}
+    named = {"tts_model_type": "custom_voice", "talker_config": voices}
+    write_speaker(tmp_path / "models" / "Qwen3-TTS-12Hz-1.7B-CustomVoice", **named)
+    write_speaker(tmp_path / "models" / "Qwen3-TTS-12Hz-1.7B-Base", talker_config={"spk_id": None})
+    (tmp_path / "voice.wav").write_bytes(VOICE)
     for name in ("terse", "kind"):
         make_adapters(tmp_path / "runs" / "mine", tmp_path / "exported" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -4,6 +4,8 @@ those of the real classes, only the sizes are tiny. A folder takes a few tenths 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tests.helpers.made_once import made_once
 prepare_for_transformers()
 
 from transformers import (  # noqa: E402  (the guard comes first)
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -105,6 +109,16 @@ def make_tiny_qwen3(
     tokenizer = build_tokenizer()
     config = Qwen3Config(**_TEXT | _token_ids(tokenizer) | {"tie_word_embeddings": tie} | text)
     _save(Qwen3ForCausalLM, config, folder, seed, dtype)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@made_once
+def make_tiny_gemma2(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> Path:
+    """A Gemma 2 (text only) folder with the tokenizer of the others; it caps its logits. Arguments as above."""
+    tokenizer = build_tokenizer()
+    config = Gemma2Config(**_TEXT | _token_ids(tokenizer) | {"final_logit_softcapping": 30.0} | text)
+    _save(Gemma2ForCausalLM, config, folder, seed, dtype)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -227,3 +241,16 @@ def _save(cls: type[PreTrainedModel], config: Any, folder: Path, seed: int, dtyp
     tokens = {name: getattr(config.get_text_config(), name) for name in ("eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**tokens, max_new_tokens=16)
     model.save_pretrained(folder)
+
+
+def without_template(folder: Path, model: Path) -> Path:
+    """A copy of a model folder as base models are released."""
+    shutil.copytree(model, folder)
+    for path in (*folder.glob("chat_template*"), *folder.glob("*.json")):
+        if path.name.startswith("chat_template"):
+            path.unlink()
+            continue
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.pop("chat_template", None):
+            path.write_text(json.dumps(content))
+    return folder

@@ -14,7 +14,8 @@ from PIL import Image
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.tasks.data import check
 from mindspeed_mm.tasks.data.check import DataCheck
-from mindspeed_mm.tasks.data.facts import RowFacts, kind_of
+from mindspeed_mm.tasks.data.facts import RowFacts
+from mindspeed_mm.tasks.data.faults import kind_of
 from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save
 from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.paint import Paint
@@ -50,7 +51,8 @@ def test_good_rows_pass(good: Path) -> None:
     assert (result.rows, result.read, result.usable, result.findings, result.exit_code) == (24, 24, 24, [], 0)
     assert sum(each.rows for each in result.tokens) == 24
     assert sum(each.rows for each in result.patches) == 16  # every third row has no image
-    assert check_lines(result, Paint(colour=False))[0] == f"{good}: ok"
+    lines = check_lines(result, Paint(colour=False))
+    assert lines[0] == f"{good}: ok" and "(media by their headers, " in lines[1]
 
 
 def test_every_planted_fault_is_found_with_its_kind_and_place(found: DataCheck, bad: Path) -> None:
@@ -95,6 +97,7 @@ def test_only_decoding_finds_half_a_picture(good: Path, tmp_path: Path) -> None:
     assert check.run(DataCheckRequest(yaml)).exit_code == 0
     result = check.run(DataCheckRequest(yaml, decode=True))
     assert [(row.place, row.fault.kind) for row in result.bad] == [("rows.jsonl:25", "broken media")]
+    assert "(media decoded, " in check_lines(result, Paint(colour=False))[1]
 
 
 def test_skipping_makes_faults_warnings_until_they_are_too_many(bad: Path) -> None:

@@ -125,6 +125,20 @@ def test_the_token_table_has_every_token(found: Preview) -> None:
     assert any(re.match(rf" +{len(answer.ids) - 1} +{answer.ids[-1]} ", line) for line in table)
 
 
+def test_json_has_numbers_where_numbers_are_meant(yaml: Path, found: Preview) -> None:
+    told = json.loads(json.dumps(found.to_dict()))
+    assert found.batch is not None
+    rows, length = found.batch.rows, found.batch.length
+    batch = told["micro_batch"]
+    assert batch["shapes"]["input_ids"] == [rows, length] and batch["dtypes"]["input_ids"] == "int64"
+    assert batch["shapes"]["sample_ids"] == [rows] and batch["dtypes"]["sample_ids"] == "list"
+    words = basics(packing=True, cutoff_len=64, max_samples=24)
+    packed = preview.run(DataPreviewRequest(yaml, words)).to_dict()["micro_batch"]
+    assert packed["values"]["max_length_q"] > 0 and packed["shapes"]["max_length_q"] == []
+    when = preview.run(DataPreviewRequest(yaml, basics(max_samples=24), count=1)).to_dict()["shown"][0]["when"]
+    assert when == {"epoch": 0, "step": 1, "of_steps": 12, "micro_batch": 1}
+
+
 class TestPage:
     def test_media_are_inside_and_nothing_comes_from_outside(self, found: Preview) -> None:
         html = preview_page(found)
@@ -245,6 +259,9 @@ class TestMicroBatch:
         found = preview.run(DataPreviewRequest(yaml, basics(max_samples=1)))
         assert (len(found.shown), found.batch) == (1, None)
         assert "fewer than one global batch of 2" in plain(found)
+        packed = preview.run(DataPreviewRequest(yaml, basics(packing=True, max_samples=24)))
+        assert (len(packed.shown), packed.batch) == (3, None)
+        assert "do not fill the 1 micro-batches of 2,048 tokens" in plain(packed)
 
 
 def test_videos_are_strips_of_frames(tmp_path: Path) -> None:
@@ -281,7 +298,7 @@ def test_rows_of_a_generator(tmp_path: Path) -> None:
     run = make_tiny_generator_run(tmp_path)
     found = preview.run(DataPreviewRequest(run, rows="0"))
     assert found.batch is not None, found.batch_trouble
-    assert "pixels" in found.batch.shapes
+    assert "pixels" in found.batch.entries
     assert "first micro-batch of training  2 samples" in plain(found)
     assert check.run(DataCheckRequest(run)).exit_code == 0
     assert stats.run(DataStatsRequest(run)).tokens == {}

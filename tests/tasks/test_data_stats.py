@@ -54,7 +54,7 @@ def test_media_are_counted_and_measured(found: DataStats) -> None:
     [images] = found.media
     assert (images.kind, images.items, images.rows, images.most_in_a_row) == ("image", 24, 16, 2)
     assert images.per_row == {0: 8, 1: 8, 2: 8}
-    assert images.sizes == [("32 × 32", 24)]
+    assert images.sizes == [(32, 32, 24)]
     assert found.patches["total"] == 24 * 16  # of 8 × 8 pixels
     assert found.roles == {"user": 24, "assistant": 24}
 

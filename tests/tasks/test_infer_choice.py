@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
-from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_models import make_tiny_qwen3, without_template
 
 TOKENS = 6
 TIMEOUT_S = 120
@@ -243,3 +244,28 @@ def test_settings_that_cannot_be_are_refused(folder: Path, setting: dict[str, An
     said = mm("infer", folder, "--prompt", "one", f"--{option}", value)
     assert said.code == 2 and f"--{option}" in said.err and message in said.err, said.err
     Sampling(TOKENS, temperature=0.001, beams=1024)
+
+
+def test_a_key_that_is_needed_is_named_with_the_option_that_sets_it(folder: Path, tmp_path: Path) -> None:
+    base = without_template(tmp_path / "base", folder)
+    (tmp_path / "view.yaml").write_text("data: {dataset_param: {basic_parameters: {template: default}}}\n")
+    infers = ["infer", str(base), "--prompt", "one?", "--max-new-tokens", "2"]
+    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    evaluates = ["evaluate", str(base), "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    for words in (infers, evaluates, ["chat", str(base)], ["serve", str(base)]):
+        said = mm(*words)
+        assert said.code == 4 and "has no chat template" in said.err, said
+        assert "This is a key of a YAML: --config YAML names it." in said.err
+    assert mm(*infers, "--config", str(tmp_path / "view.yaml")).code == 0
+
+
+def test_what_only_training_takes_is_said_to_be_for_training(folder: Path, tmp_path: Path) -> None:
+    lacking = shutil.copytree(folder, tmp_path / "lacking")
+    next(lacking.glob("*.safetensors")).unlink()
+    said = mm("infer", lacking, "--prompt", "one?")
+    assert said.code == 4 and "Only training starts without: model.train_from_scratch" in said.err
+    said = mm("export", folder, tmp_path / "out")
+    assert said.code == 4 and "Name a run, or one of its steps." in said.err
+    said = mm("infer", folder, "--prompt", "one?", "--image", tmp_path / "a.png")
+    assert said.code == 4 and "model_name_or_path" not in said.err

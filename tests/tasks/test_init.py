@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import yaml
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.tasks.init import init
 from mindspeed_mm.tasks.init.init import Way
+from mindspeed_mm.tasks.init.row_settings import BASIC
 from mindspeed_mm.tasks.requests.init import InitRequest
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generators import make_tiny_flux
-from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_gemma2, make_tiny_qwen3_vl, without_template
 from tests.helpers.tiny_run import make_rows
 
 GIB = 2**30
@@ -40,7 +41,7 @@ def forecasts(monkeypatch: pytest.MonkeyPatch, peak: Callable[[Way], float]) -> 
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(init._Setup, "count_rows", lambda _: 1000)
 
-    def forecast(sections: dict[str, Any], _devices: int) -> int:
+    def forecast(sections: dict[str, Any], _devices: int, _overrides: Sequence[str]) -> int:
         asked.append(sections)
         lora = sections["training"].get("lora", {})
         method: Any = "full" if not lora else "qlora" if "quantize" in lora else "lora"
@@ -181,3 +182,116 @@ def test_rows_with_a_better_and_a_worse_answer_are_trained_by_dpo(
     assert written["data"]["dataset_param"]["basic_parameters"]["stage"] == "rm"
     assert written["training"]["lr"] == (1e-6 if method == "full" else 5e-6)
     assert mm("check", "run.yaml", "--config-only").code == 0
+
+
+# --- folders without a chat template ----------------------------------------------------------------------------------
+
+
+def basics_of(yaml_file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(yaml_file.read_text())["data"]["dataset_param"]["basic_parameters"]
+    return found
+
+
+def test_a_folder_without_a_chat_template_gets_one_with_its_tokens(model: Path, work: Path) -> None:
+    base = without_template(work / "base", model)
+    said = mm("init", "--model", "base", "--data", "data/rows.jsonl", "--gpu", "24")
+    assert said.code == 0, said.err
+    assert basics_of(work / "run.yaml")["template"] == "qwen3_vl"
+    assert "template: qwen3_vl   # the folder has no chat template" in (work / "run.yaml").read_text()
+    assert "template: qwen3_vl (the folder has no chat template" in said.out
+    assert mm("check", "run.yaml").code == 0
+    assert mm("init", "--model", str(model), "--data", "data/rows.jsonl", "--gpu", "24", "--overwrite").code == 0
+    assert "template" not in basics_of(work / "run.yaml")
+    assert base.is_dir()
+
+
+def test_plain_text_for_a_folder_without_a_chat_template_is_pre_trained_on(model: Path, work: Path) -> None:
+    without_template(work / "base", model)
+    (work / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} is a number."}) + "\n" for n in range(20)))
+    said = mm("init", "--model", "base", "--data", "text.jsonl", "--gpu", "24")
+    assert said.code == 0, said.err
+    assert basics_of(work / "run.yaml")["stage"] == "pretrain"
+    assert mm("check", "run.yaml").code == 0
+
+
+def write_text_turns(path: Path) -> None:
+    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 20)
+
+
+def test_a_tokenizer_without_marks_of_turns_gets_the_plain_format(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = without_template(work / "base", make_tiny_gemma2(work / "gemma2"))
+    content = (base / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>")
+    (base / "tokenizer.json").write_text(content)
+    settings = (base / "tokenizer_config.json").read_text().replace("<|im_start|>", "<|turn|>")
+    (base / "tokenizer_config.json").write_text(settings)
+    write_text_turns(work / "turns.jsonl")
+    forecasts(monkeypatch, lambda way: 10.0)
+    init.run(InitRequest(model=base, data=Path("turns.jsonl"), gpu=24.0))
+    assert basics_of(work / "run.yaml")["template"] == "default"
+
+
+def test_pictures_that_no_format_writes_are_refused_with_what_can_be_given(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = without_template(work / "base", model)
+    with monkeypatch.context() as patch:
+        patch.setattr("mindspeed_mm.tasks.init.row_settings.FORMATS", {"default": "text"})
+        said = mm("init", "--model", str(base), "--data", "data/rows.jsonl", "--gpu", "24")
+    assert said.code == 2 and "no built-in format writes its placeholders of media" in said.err
+    assert "--model" in said.err and f"{BASIC}.chat_template=FILE" in said.err
+    (jinja,) = model.glob("chat_template*.jinja")
+    words = ["--model", str(base), "--data", "data/rows.jsonl", "--gpu", "24", f"{BASIC}.chat_template={jinja}"]
+    assert mm("init", *words).code == 0 and "template" not in basics_of(work / "run.yaml")
+    assert basics_of(work / "run.yaml")["chat_template"] == str(jinja)
+
+
+# --- keys beside the options ------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_given_are_checked_and_written(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (f"{BASIC}.cutoff_len=2048", "training.lr=3e-5", "training={weight_decay: 0.1, seed: 7}")
+    request = InitRequest(words, model=model, data=Path("data/rows.jsonl"), gpu=24.0)
+    seen: list[Any] = []
+
+    def forecast(_sections: dict[str, Any], _devices: int, overrides: Sequence[str]) -> int:
+        seen.append(overrides)
+        return GIB
+
+    monkeypatch.setattr(init, "_peak", forecast)
+    init.run(request)
+    written = yaml.safe_load((work / "run.yaml").read_text())
+    training = written["training"]
+    assert (float(training["lr"]), training["weight_decay"], training["seed"]) == (3e-5, 0.1, 7)
+    assert training["micro_batch_size"] == 8 and basics_of(work / "run.yaml")["cutoff_len"] == 2048
+    assert set(seen) == {words}
+    assert "# 20 rows" in (work / "run.yaml").read_text()  # comments stay
+    assert mm("check", "run.yaml", "--config-only").code == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "way_out"),
+    [
+        ("model.model_name_or_path=x", "Give it as --model"),
+        ("training={lora: {rank: 4}}", "--method"),
+        ("training.micro_batch_size=4", "in the YAML afterwards"),
+    ],
+)
+def test_keys_that_are_chosen_here_are_refused_with_the_option(
+    model: Path, work: Path, word: str, way_out: str
+) -> None:
+    said = mm("init", "--model", str(model), "--data", "data/rows.jsonl", "--gpu", "24", word)
+    assert said.code == 2 and "is set by mm init" in said.err and way_out in said.err
+    assert not (work / "run.yaml").exists()
+
+
+def test_a_key_that_a_problem_names_can_be_given(model: Path, work: Path) -> None:
+    """Here a column that no format knows."""
+    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    (work / "named.jsonl").write_text((json.dumps({"talk": turns}) + "\n") * 20)
+    words = ["init", "--model", str(model), "--data", "named.jsonl", "--gpu", "24"]
+    said = mm(*words)
+    key = "data.dataset_param.attr.messages"
+    assert said.code != 0 and key in said.err
+    assert mm(*words, f"{key}=talk").code == 0
+    assert mm("check", "run.yaml").code == 0

@@ -19,6 +19,8 @@ from mindspeed_mm.tasks.data import check as data_check
 from mindspeed_mm.tasks.data import preview, stats
 from mindspeed_mm.tasks.data.micro_batch import view_batch
 from mindspeed_mm.tasks.data.opening import open_data
+from mindspeed_mm.tasks.data.paint import Paint
+from mindspeed_mm.tasks.data.words import check_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -112,7 +114,9 @@ def test_forms_that_say_the_same(yaml: Path, form: str) -> None:
     assert [row.answers[0].trained for row in shown] == [2, 2]
     found = stats.run(DataStatsRequest(yaml))
     assert (found.usable, found.tokens["max"]) == (2, 4)
-    assert data_check.run(DataCheckRequest(yaml)).errors == 0
+    looked_at = data_check.run(DataCheckRequest(yaml))
+    assert looked_at.errors == 0 and looked_at.to_dict()["decoded"] is None  # nobody knows what the data set does
+    assert "(whole samples, as the data set makes them, " in check_lines(looked_at, Paint(colour=False))[1]
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -124,8 +128,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "several rows": (sample(input_ids=[IDS[0], IDS[0]]), "input_ids are an array of int64 of shape (2, 3)"),
     "ragged": (sample(input_ids=[[1], [2, 3]]), "input_ids are no array"),
     "text": (sample(input_ids="what?"), "input_ids are 'what?', not numbers"),
-    "fewer labels": (sample(labels=[6, 7]), "labels has 2 values for 3 input_ids"),
-    "a short mask": (sample(attention_mask=[1, 1]), "attention_mask has 2 values for 3 input_ids"),
+    "fewer labels": (sample(labels=[6, 7]), "labels has shape (2,), and input_ids has shape (3,)"),
+    "a short mask": (sample(attention_mask=[1, 1]), "attention_mask has shape (2,), and input_ids has shape (3,)"),
     "no labels": ({"input_ids": IDS[0]}, "labels the sample has no labels"),
     "no ids": ({"text": "what?"}, "input_ids the sample has no input_ids; its keys: text"),
     "a tensor": (torch.tensor(IDS[0]), "input_ids the sample is a Tensor, not a dict"),
@@ -200,6 +204,46 @@ def test_labels_that_do_not_fit_the_logits(yaml: Path) -> None:
         said = mm(verb, yaml)
         assert said.code == 4, said
         assert "labels of shape (2, 3) do not fit the model's outputs, of shape (2, 4)" in said.err + said.out
+
+
+@pytest.mark.parametrize("where", ["sample", "batch"])
+@pytest.mark.parametrize("key", ["attention_mask", "mm_token_type_ids", "position_ids"])
+def test_arrays_of_other_lengths_are_refused_with_their_row(yaml: Path, key: str, where: str) -> None:
+    """Also where the data set joins its samples itself: no collator of ours looks at them."""
+    ids, short = torch.tensor([IDS[1]]), torch.ones(3, 1, 3, dtype=torch.long)
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+        return batch | ({key: short} if where == "batch" else {})
+
+    bad = {"input_ids": ids, "labels": ids} | ({key: short} if where == "sample" else {})
+    give(yaml, [{"input_ids": ids, "labels": ids}, bad], collate)
+    place = "1" if where == "sample" else "0, 1"
+    said = "has shape (3, 1, 3), and input_ids has shape (1, 4)"
+    (finding,) = [each for each in check.run(yaml).findings if each.stage == "first samples"]
+    assert (finding.problem.key, finding.problem.where, finding.exit_code) == (key, place, 4)
+    assert finding.problem.what == said
+    trained = mm("train", yaml)
+    assert trained.code == 4 and said in trained.err
+    assert len(data_check.run(DataCheckRequest(yaml)).bad) == (where == "sample")
+
+
+def test_labels_that_a_collator_of_a_plugin_may_move_are_a_warning(yaml: Path) -> None:
+    ids = torch.tensor([IDS[1]])
+    give(yaml, [{"input_ids": ids, "labels": ids[:, 1:]}] * 2, lambda _: {"input_ids": ids, "labels": ids})
+    result = check.run(yaml)
+    assert result.exit_code == 0
+    assert any("sample 0 has labels of shape (1, 3) and input_ids of shape (1, 4)" in each for each in result.warnings)
+
+
+def test_a_data_set_that_is_smaller_than_a_step_is_a_warning(yaml: Path) -> None:
+    give(yaml, [sample(), sample()])
+    words = ["training.gradient_accumulation_steps=4", "data.dataloader_param.drop_last=false"]
+    said = "an epoch fills only 25% of a step, so each step reads the data about 4 times"
+    assert [each for each in check.run(yaml, words).warnings if said in each]
+    assert not [each for each in check.run(yaml).warnings if "an epoch fills only" in each]
+    trained = mm("train", yaml, *words)
+    assert trained.code == 0 and said in trained.out + trained.err
 
 
 def test_batches_of_arrays_are_batches_of_tensors() -> None:

@@ -11,10 +11,12 @@ import torch
 import yaml
 from PIL import Image
 
-from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.tasks import train
+from mindspeed_mm.tasks.data import check as data_check
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.helpers.tiled_families import TILED, save_tiled
 from tests.helpers.tiny_run import tiny_config
@@ -36,8 +38,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, model
 
 
-def data_set(folder: Path, rows: str = "rows.jsonl") -> Any:
-    basic = {"dataset": str(folder / rows), "dataset_dir": str(folder)}
+def data_set(folder: Path, rows: str = "rows.jsonl", **basics: Any) -> Any:
+    basic = {"dataset": str(folder / rows), "dataset_dir": str(folder), "cutoff_len": 4096, **basics}
     param = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(folder / "model")}}
     return build_mm_dataset(DatasetParam.model_validate(param))[0]
 
@@ -60,7 +62,8 @@ def plain_loss(folder: Path, model: Any, dataset: Any, number: int) -> float:
         for turn in dataset.sample(number).messages
     ]
     text = processor.apply_chat_template(messages, tokenize=False)
-    images = [[Image.open(folder / f"{number}.png").convert("RGB")]] if number < len(SIZES) else None
+    named = [item.source for item in dataset.sample(number).media]
+    images = [[Image.open(folder / name).convert("RGB") for name in named]] if named else None
     options = {"add_special_tokens": not text.startswith("<s>")}
     given = dict(processor(text=[text], images=images, return_tensors="pt", text_kwargs=options))
     assert given["input_ids"][0].tolist() == sample["input_ids"].tolist()
@@ -99,15 +102,51 @@ def test_mm_train_reports_plain_transformers_loss(made: tuple[Path, Any], tmp_pa
     assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(expected, rel=2e-5)
 
 
-def test_several_pictures_in_a_row_are_refused_where_the_processor_would_cut_them_otherwise(
-    made: tuple[Path, Any],
-) -> None:
+def test_a_check_says_that_pictures_were_decoded(made: tuple[Path, Any]) -> None:
+    """These processors do not tell from a header how many tokens a picture has."""
     folder, _ = made
-    row = conversation("<image><image>Which?", images=["0.png", "1.png"])
-    write_jsonl(folder / "two.jsonl", [row])
-    dataset = data_set(folder, "two.jsonl")
+    (folder / "look.yaml").write_text(yaml.safe_dump(tiny_config(folder)))
+    found = data_check.run(DataCheckRequest(folder / "look.yaml", workers=0))
+    assert (found.errors, found.media_read, found.to_dict()["decoded"]) == (0, "measured", True)
+
+
+SEVERAL = [
+    conversation("<image><image>Which?", "one", images=["0.png", "1.png"]),
+    conversation("<image>What?", "two", images=["2.png"]),
+    conversation("<image>And<image>this<image>?", "three", images=["2.png", "0.png", "0.png"]),
+    conversation("How much is one?", "one"),
+]
+"""Rows of several pictures, and of one, which LLaVA-OneVision alone cuts into tiles."""
+
+
+def test_rows_of_several_pictures_give_plain_transformers_loss(made: tuple[Path, Any]) -> None:
+    folder, model = made
+    write_jsonl(folder / "several.jsonl", SEVERAL)
+    dataset = data_set(folder, "several.jsonl")
+    alone = [plain_loss(folder, model, dataset, number) for number in range(len(SEVERAL))]
+    for rows in ([0], [0, 2], [1, 0, 3, 1, 2]):
+        batch = dataset.build_collator(CollateParam())([dataset[row] for row in rows])
+        found = summed_loss(model, inputs_of(batch), batch["shift_labels"])
+        assert found == pytest.approx(sum(alone[row] for row in rows), rel=1e-10)
     if folder.name.startswith("llava"):
-        with pytest.raises(DataError, match=r"two.jsonl:1.*2 pictures"):
-            dataset[0]
-    else:
-        assert len(dataset[0]["media"]) == 2
+        batch["batch_num_images"] = torch.ones(8, dtype=torch.long)  # the planted fault
+        with pytest.raises((ValueError, RuntimeError)):
+            summed_loss(model, inputs_of(batch), batch["shift_labels"])
+
+
+def test_turns_are_not_left_out_where_their_pictures_would_be_seen_otherwise(made: tuple[Path, Any]) -> None:
+    """One picture alone is cut into tiles, beside others it is not: what is kept of a row must be seen as before."""
+    folder, _ = made
+    turns = []
+    for number in range(3):
+        turns += conversation(f"<image>{'long ' * 5}{number}?", "one")["messages"]
+    write_jsonl(folder / "long.jsonl", [{"messages": turns, "images": ["0.png", "1.png", "2.png"]}])
+    whole = len(data_set(folder, "long.jsonl")[0]["input_ids"])
+    kept = set()
+    for cutoff in range(whole - 1, 20, -10):
+        dataset = data_set(folder, "long.jsonl", cutoff_len=cutoff, truncation="shrink")
+        try:
+            kept.add(len(dataset[0]["media"]))
+        except TooLongError:
+            break
+    assert kept == ({2} if folder.name.startswith("llava") else {1, 2})

@@ -163,7 +163,8 @@ class HeadLoss:
         with self._rows.select(rows, request, labelled=labelled):
             returned = output_of(model(**inputs), "logits")
         check_untouched(model, returned, request.sums, self._behind)
-        loss, z_loss = returned.as_subclass(torch.Tensor).unbind()
+        assert request.sums is not None
+        loss, z_loss = request.sums.as_subclass(torch.Tensor).unbind()
         return LossSums(loss, z_loss)
 
     def log_probs(
@@ -208,7 +209,8 @@ class HeadLoss:
         with self._rows.select(rows, request):
             returned = output_of(model(**inputs), "logits")
         check_untouched(model, returned, request.found, self._behind)
-        return returned.as_subclass(torch.Tensor)
+        assert request.found is not None
+        return request.found.as_subclass(torch.Tensor)
 
     def describe(self) -> str:
         """For the log: which loss runs."""

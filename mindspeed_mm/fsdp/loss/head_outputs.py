@@ -160,7 +160,14 @@ def _ask(model: nn.Module, head_name: str) -> LogitSteps | None:
 def check_untouched(
     model: nn.Module, logits: torch.Tensor, returned: RecordingTensor | None, behind: LogitSteps
 ) -> None:
-    """Raise `ConfigError` when what a model returns is not what its head did, after the steps that the head did."""
+    """Raise `ConfigError` when what a model returns is not what its head did, after the steps that the head did.
+
+    A tensor of a simulation remembers nothing: only a model that does nothing with its logits is asked to return it.
+    """
+    if returned is not None and not isinstance(returned, RecordingTensor):
+        if logits is returned or behind:
+            return
+        raise _touched(model, None)
     is_same = returned is not None and logits is returned and not returned.is_written
     if not is_same or returned is None or tuple(returned.steps) != behind.steps:
         raise _touched(model, returned)

@@ -6,7 +6,6 @@ skipped, the others go on, so that one call shows all that can be known.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import (
     CheckpointError,
     CollectedErrors,
-    ConfigError,
     ExitCode,
     MMError,
     ModelFolderError,
@@ -322,6 +320,7 @@ class _Check:
         from mindspeed_mm.fsdp.data import build_mm_dataset
         from mindspeed_mm.fsdp.train.run.data import build_loader, build_validation_loader
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
+        from mindspeed_mm.tasks.check.samples import warnings_of_samples
 
         arguments = in_one_process(self.config.arguments)
         if draws_samples(arguments):
@@ -344,6 +343,7 @@ class _Check:
         loader = build_loader(arguments, share, dataset)
         self._keep_data(dataset, loader)
         self.batch = next(iter(loader))[0]
+        self.result.warnings += warnings_of_samples(loader)
         if arguments.posttrain.dpo.histogram_path:
             self._collect([partial(self._weigh_pairs, arguments.posttrain.dpo.histogram_path)])
         if validation is not None and arguments.training.val_interval:
@@ -449,31 +449,18 @@ class _Check:
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
         from mindspeed_mm.fsdp.loss.objectives import is_models_own
-        from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
         from mindspeed_mm.tasks.check.batch_notes import notes_on_keys
+        from mindspeed_mm.tasks.check.forward import check_arguments
 
         model = self.outline.model
         self._collect([partial(check_processor, model, self.processor)])
-        parameters = inspect.signature(model.forward).parameters
         has_tokens = self.outline.kind.has_tokens
         given = self.batch.keys() - ENGINE_KEYS if has_tokens else set(self._generator_inputs())
         loss_type = self.config.arguments.features.loss_cfg.loss_type
         if has_tokens and is_models_own(loss_type, has_head=bool(self.outline.spec.head)):
             given |= {"labels"} & self.batch.keys()
-        too_many = sorted(given - parameters.keys())
-        missing = []
-        for name, parameter in sorted(parameters.items()):
-            if parameter.kind is parameter.VAR_KEYWORD:
-                too_many = []  # it takes any
-            if _is_required(parameter) and name not in given:
-                missing.append(name)
-        if too_many or missing:
-            raise ConfigError(
-                f"{type(model).__name__}.forward {_unfit(too_many, missing)}",
-                key=COLLATOR_KEY,
-                way_out=_fitting(parameters, too_many),
-            )
+        parameters = check_arguments(model, given)
         if has_tokens:
             collator = self.config.arguments.data.dataloader_param.collate_param.model_name
             plugin, taken = self.dataset.plugin, parameters.keys()
@@ -566,26 +553,3 @@ def in_one_process(arguments: Arguments) -> Arguments:
     alone = {"num_workers": 0, "prefetch_factor": None}
     loader = arguments.data.dataloader_param.model_copy(update=alone)
     return arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataloader_param": loader})})
-
-
-def _unfit(too_many: Sequence[str], missing: Sequence[str]) -> str:
-    """How a batch's keys differ from the arguments of a forward."""
-    parts = []
-    if too_many:
-        parts.append(f"does not take {', '.join(too_many)}, which the batch holds")
-    if missing:
-        parts.append(f"needs {', '.join(missing)}, which the batch lacks")
-    return " and ".join(parts)
-
-
-def _fitting(parameters: Iterable[str], too_many: Sequence[str]) -> str:
-    """What to change about the model or the batch."""
-    told = f"It takes {', '.join(parameters)}. "
-    if list(too_many) == ["labels"]:
-        return f"{told}Take labels and return a loss, or define get_output_embeddings() and return logits."
-    return f"{told}Choose the collator of this model, or add the arguments to its forward."
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return is_named and parameter.default is parameter.empty

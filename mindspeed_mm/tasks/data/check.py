@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.sizes.parallel import least_ranks
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
@@ -29,6 +31,9 @@ from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
 
 _COMPARED_ROWS = 16
+MediaRead = Literal["headers", "measured", "decoded", "samples", "features", "none"]
+"""How media were looked at: by their headers; decoded, because headers do not tell their size; decoded, as asked for;
+in samples that the data set makes itself; not at all, because features are stored of them, or there are none."""
 
 
 @dataclass
@@ -46,8 +51,8 @@ class DataCheck:
     cut: int = 0
     """Number of such documents."""
     seconds: float = 0.0
-    decoded: bool = False
-    """Whether media were decoded; otherwise their headers were read."""
+    media_read: MediaRead = "headers"
+    """How media were looked at."""
     findings: list[DataFinding] = field(default_factory=list)
     tokens: list[Bin] = field(default_factory=list)
     patches: list[Bin] = field(default_factory=list)
@@ -78,7 +83,8 @@ class DataCheck:
             "cut": self.cut,
             "samples": self.samples,
             "seconds": round(self.seconds, 2),
-            "decoded": self.decoded,
+            "decoded": None if self.media_read == "samples" else self.media_read in ("decoded", "measured"),
+            "media_read": self.media_read,
             "exit_code": self.exit_code,
             "findings": [to_dict(finding) for finding in self.findings],
             "tokens": as_dicts(self.tokens),
@@ -93,7 +99,7 @@ def run(request: DataCheckRequest) -> DataCheck:
     Raises:
         ConfigError: The configuration is off.
     """
-    result = DataCheck(request.config, decoded=request.decode)
+    result = DataCheck(request.config)
     try:
         data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
     except DataError as error:
@@ -102,6 +108,7 @@ def run(request: DataCheckRequest) -> DataCheck:
     began = time.monotonic()
     tally = look_through(data, decode=request.decode, limit=request.limit, workers=request.workers)
     result.seconds = time.monotonic() - began
+    result.media_read = _media_read(data.dataset, tally, decode=request.decode)
     _judge(result, data, tally, _ranks(request.nproc))
     if not result.errors:
         result.findings = [*_of_first_batch(data), *result.findings]
@@ -134,6 +141,20 @@ def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     target = check_output_file(path, is_ours, "--bad-rows")
     make_writable_folder(target.parent)
     atomic_write_jsonl(target, [row.to_dict() for row in bad])
+
+
+def _media_read(dataset: MMDataset, tally: RowStatistics, *, decode: bool) -> MediaRead:
+    """What was done to media in this pass."""
+    if is_denoised(dataset):
+        by_header: MediaRead = "decoded" if decode else "headers"
+        return by_header if dataset.is_raw else "features"
+    if not dataset.has_rows:
+        return "samples"
+    if not tally.with_media:
+        return "none"
+    if decode:
+        return "decoded"
+    return "measured" if tally.decoding else "headers"
 
 
 def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
-from mindspeed_mm.core.errors import DataError, MMError, Problem
+from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
@@ -26,58 +26,9 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
+from mindspeed_mm.tasks.data.faults import RowFault, fault_of, fault_of_length
 
-TOO_LONG = "too long"
 _HASH_BYTES = 8
-_TELLING_CHARACTERS = 300
-
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("false declarations", r"the row declares"),
-    ("marked rows", r"takes the whole row out of training|marks the answer as a bad one"),
-    ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),
-    ("fields", r"is not a (path|resolution|part of|tool call)|cannot be read as"),
-    ("fields", r"no row format fits|several columns may hold|nothing answers it; the row|holds no list of messages"),
-    (
-        "fields",
-        r"is not known, and it may say|trains parts of a turn|are asked of a (medium|video)|weights of the turn",
-    ),
-    ("fields", r"and no answer of its own|<ref-object> in the text|<bbox> in the text|write boxes is not known"),
-    ("out of proportion", r"it would be enlarged"),
-    ("roles", r"^unknown role|^a result of a tool|nothing answers it|no turn of the|end with a turn of the model"),
-    ("nothing is trained", r"^no trainable token"),
-    ("everything is trained", r"^every token would be trained"),
-    ("chat template", r"^the chat template|^the rendered conversation|chat template does not write"),
-    ("placeholders and media differ", r"placeholders? in the text|^the rendered text has .* tokens? for"),
-    ("the model takes no such media", r"but the model takes"),
-    ("preference pairs", r"^chosen and rejected|^nothing comes before the answers"),
-    ("samples of the plugin", r"^the sample (is|has) (a|no) |values for \d+ input_ids$|^are .*numbers|^are no array"),
-    ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
-    ("fields", r"the field is missing|has the fields|is not a message|is not a number from|neither true nor false"),
-    ("fields", r"is not (text|a list|a document|messages)|question, answer"),
-    ("missing media", r"' not found|' holds no '|is not a regular file|cannot be opened"),
-    ("media outside the roots", r"outside the media roots|is a URL"),
-    ("media beyond the limits", r"too large|megapixels|processor refuses|more than \d+( s)?$|fewer than the"),
-    ("media beyond the limits", r"pixels is refused|s long; the model takes"),
-    (
-        "broken media",
-        r"is broken|is cut|is not an? |base64|not allowed|LFS|damaged|backwards|no media item",
-    ),
-    ("broken media", r"is empty \(0 bytes\)|empty list of frames"),
-    ("broken media", r"has no (video stream|frames|frame rate|sound|samples|sample rate)|not numbers"),
-)
-"""Kind → what its messages hold; the first that matches counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowFault:
-    """Why a row cannot be used as it stands."""
-
-    kind: str
-    what: str
-    key: str = ""
-    way_out: str = ""
-    tokens: int | None = None
-    """Length before truncation of a row that is too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +99,8 @@ class RowFacts:
     shrunk: bool = False
     roles: tuple[str, ...] = ()
     media: tuple[MediumFacts, ...] = ()
+    decodes: bool = False
+    """Media were decoded to know the row's size."""
     content: int = 0
     """Hash of messages and media; 0: not known."""
     row_id: str | None = None
@@ -184,7 +137,7 @@ class DenoisedLook:
             if self._decode:
                 self.dataset.item(index, 0)
         except MMError as error:
-            facts.fault = _fault(error)
+            facts.fault = fault_of(error)
             return facts
         header, change = MediaHeader(0, 0, found.size.frames), SizeChange(0.0, 0.0)
         if found.header is not None:
@@ -267,9 +220,9 @@ class RowLook:
                     "nothing is trained", "no trainable token: there is nothing to compute a loss for"
                 )
         except TooLongError as error:
-            facts.fault = _too_long(error)
+            facts.fault = fault_of_length(error)
         except MMError as error:
-            facts.fault = _fault(error)
+            facts.fault = fault_of(error)
         except Exception as error:  # noqa: BLE001 (a plugin's data set is foreign code: whatever it raises is the row's)
             facts.fault = RowFault("the data set failed", f"{type(error).__name__}: {error}")
         return facts
@@ -296,12 +249,14 @@ class RowLook:
     def _measure(self, facts: RowFacts, index: int, row: Sample | None) -> None:
         """Sizes and the label mask."""
         if row is not None:
+            before = self._decoded()
             for outline in as_pair(self.dataset.outline(index)):
                 facts.tokens += outline.size.tokens
                 facts.patches += outline.size.patches
                 facts.full_tokens += outline.full_tokens
                 facts.trained += trained_tokens(outline.labels, outline.weights)
                 facts.shrunk |= outline.shrunk
+            facts.decodes = self._decoded() > before
             facts.media = tuple(self._header(item) for item in row.media)
             if self._decode and facts.media:
                 _ = self.dataset[index]
@@ -320,6 +275,9 @@ class RowLook:
                 for medium in sample.get("media") or ():
                     kind = medium.kind if isinstance(medium, MediaFeatures) else "medium"
                     facts.media += (MediumFacts(kind),)
+
+    def _decoded(self) -> int:
+        return self.dataset.media.decoded if self.dataset.media is not None else 0
 
     def _header(self, item: MediaItem) -> MediumFacts:
         header = None
@@ -414,35 +372,6 @@ def medium_facts(kind: str, header: ImageHeader | ClipHeader | AudioHeader | Non
         case AudioHeader():
             return MediumFacts(kind, seconds=header.seconds)
     return MediumFacts(kind)
-
-
-# --- faults ----------------------------------------------------------------------------------------------------------
-
-
-def kind_of(what: str) -> str:
-    """The kind of fault that a message tells of."""
-    beginning = what[:_TELLING_CHARACTERS]  # behind it stands what users wrote
-    for kind, pattern in _KINDS:
-        if re.search(pattern, beginning):
-            return kind
-    return "other"
-
-
-def _too_long(error: TooLongError) -> RowFault:
-    problem = error.problems[0]
-    return RowFault(TOO_LONG, problem.what, problem.key, problem.way_out, error.tokens)
-
-
-def fault_of_reason(place: str, reason: str) -> RowFault:
-    """The fault of a row that was left out with a reason when the data set was opened."""
-    what = reason.removeprefix(place).strip()
-    return RowFault(kind_of(what), what)
-
-
-def _fault(error: MMError) -> RowFault:
-    problem = error.problems[0] if not error.headline else Problem(str(error))
-    kind = kind_of(problem.what) if isinstance(error, DataError) else "configuration"
-    return RowFault(kind, problem.what, problem.key, problem.way_out)
 
 
 Look = Callable[[int], RowFacts]

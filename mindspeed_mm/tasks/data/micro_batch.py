@@ -25,6 +25,33 @@ class PackedDocument:
 
 
 @dataclass(frozen=True)
+class BatchEntry:
+    """What a batch has under a key."""
+
+    shape: tuple[int, ...]
+    """Of a tensor; the length of a list; empty for anything else."""
+    dtype: str
+    """Of a tensor, such as int64; of anything else the name of its Python type."""
+    value: str | int | float | bool | None = None
+    """Of what is neither a tensor nor a list."""
+
+    @classmethod
+    def of(cls, value: object) -> BatchEntry:
+        """Describe a value of a batch."""
+        if isinstance(value, torch.Tensor):
+            return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if isinstance(value, list):
+            return cls((len(value),), "list")
+        shown = value if isinstance(value, str | int | float | bool) else str(value)
+        return cls((), type(value).__name__, shown)
+
+    def __str__(self) -> str:
+        if self.dtype == "list":
+            return f"list of {self.shape[0]}"
+        return f"({', '.join(map(str, self.shape))}) {self.dtype}" if self.value is None else str(self.value)
+
+
+@dataclass(frozen=True)
 class MicroBatchView:
     """Describes a micro-batch: its rows, the documents in them, and the shapes of its tensors."""
 
@@ -33,7 +60,7 @@ class MicroBatchView:
     """Tokens of a row."""
     is_packed: bool
     documents: tuple[PackedDocument, ...]
-    shapes: dict[str, str]
+    entries: dict[str, BatchEntry]
     """Key → shape and type of everything in it."""
 
     @property
@@ -50,20 +77,22 @@ class MicroBatchView:
             "packed": self.is_packed,
             "fill": round(self.fill, 4),
             "documents": [vars(document) for document in self.documents],
-            "shapes": self.shapes,
+            "shapes": {name: list(entry.shape) for name, entry in self.entries.items()},
+            "dtypes": {name: entry.dtype for name, entry in self.entries.items()},
+            "values": {name: entry.value for name, entry in self.entries.items() if entry.value is not None},
         }
 
 
 def view_batch(batch: Batch) -> MicroBatchView:
     """What is where in a batch; one without token ids has no documents."""
-    shapes = {name: _shape(value) for name, value in batch.items()}
+    entries = {name: BatchEntry.of(value) for name, value in batch.items()}
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return MicroBatchView(len(batch["sample_ids"]), 0, False, (), shapes)
+        return MicroBatchView(len(batch["sample_ids"]), 0, False, (), entries)
     borders = batch.get("cu_seq_lens_q")
     is_packed = borders is not None
     documents = _packed(batch, borders.tolist()) if borders is not None else _padded(batch)
-    return MicroBatchView(ids.shape[0], ids.shape[1], is_packed, tuple(documents), shapes)
+    return MicroBatchView(ids.shape[0], ids.shape[1], is_packed, tuple(documents), entries)
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
@@ -97,9 +126,3 @@ def _labels(batch: Batch) -> torch.Tensor:
     if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == len(ids):
         return found
     return torch.full_like(ids, IGNORED_LABEL)
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"({', '.join(map(str, value.shape))}) {str(value.dtype).removeprefix('torch.')}"
-    return f"list of {len(value)}" if isinstance(value, list) else str(value)

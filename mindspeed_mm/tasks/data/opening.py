@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_lengths
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -79,8 +80,7 @@ class OpenedData:
         return tokenizer_of(processor) if processor is not None else None
 
     def sample_check(self) -> Callable[[Any], None] | None:
-        """What raises `DataError` for a sample that training's collator cannot join; None: the collator is a plugin's,
-        which takes what it takes, or the rows are read here."""
+        """What raises `DataError` for a sample that training refuses; None: the rows are read here."""
         if self.dataset.has_rows:
             return None
         try:
@@ -91,8 +91,8 @@ class OpenedData:
                 dataset_param=self.param,
             )
         except ConfigError:  # there is none, which is said where a batch is made
-            return None
-        check: Callable[[Any], None] | None = attribute_at(collate, "check_sample")
+            return check_lengths
+        check: Callable[[Any], None] = attribute_at(collate, "check_sample", check_lengths)
         return check
 
     def global_batch(self, ranks: int) -> int:

@@ -23,6 +23,7 @@ from mindspeed_mm.tasks.data.media_views import (
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView
 from mindspeed_mm.tasks.data.preview import Preview, ShownRow, TokenizedConversation, media_name
 from mindspeed_mm.tasks.data.stats import DataStats
+from mindspeed_mm.tasks.data.words import MEDIA_READ
 
 TEMPLATE = "page.html.j2"
 _MOST_TOKENS = 4096
@@ -34,6 +35,7 @@ def check_page(result: DataCheck) -> str:
     return _render(
         title=f"Data check: {result.path.name}",
         check=result.to_dict(),
+        media_read=MEDIA_READ[result.media_read],
         charts=_charts({"Tokens of a row, before truncation": result.tokens, "Patches of a row": result.patches}),
     )
 
@@ -169,4 +171,4 @@ def _batch(batch: MicroBatchView) -> View:
         title = f"{name}: tokens {document.first}–{document.end - 1}, {document.trained} trained"
         share = 100 * (document.end - document.first) / max(batch.length, 1)
         rows[document.row].append({"title": title, "share": share, "name": document.sample_id})
-    return {**batch.to_dict(), "bars": rows, "fill": batch.fill}
+    return {**batch.to_dict(), "entries": batch.entries, "bars": rows, "fill": batch.fill}

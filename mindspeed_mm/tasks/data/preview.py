@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class ShownRow:
         content["fault"] = self.fault or None
         if self.notes:
             content["notes"] = self.notes
-        content["when"] = str(self.when) if self.when else None
+        content["when"] = asdict(self.when) if self.when else None
         content["answers"] = [answer.to_dict() for answer in self.answers]
         content["media"] = media
         return content
@@ -305,9 +305,11 @@ def _loader(data: OpenedData, ranks: int) -> tuple[MMDataLoader | None, str]:
     if data.is_validation:
         return None, ""
     try:
-        return data.loader(ranks), ""
-    except DataError as error:  # too few rows for a step
+        loader = data.loader(ranks)
+        loader.order.step(DataPosition(0, 0))
+    except DataError as error:  # too few rows for a step, which packing finds out when it plans one
         return None, str(error)
+    return loader, ""
 
 
 def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:

@@ -115,7 +115,7 @@ def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
         lines.append(_document_line(document, batch, paint))
     if len(shown) > _MOST_DOCUMENTS:
         lines.append(paint.soft(f"  … and {len(shown) - _MOST_DOCUMENTS} more"))
-    shapes = [f"{name} {shape}" for name, shape in batch.shapes.items()]
+    shapes = [f"{name} {entry}" for name, entry in batch.entries.items()]
     return [*lines, paint.soft("  " + ", ".join(shapes))]
 
 

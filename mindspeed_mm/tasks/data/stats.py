@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,14 @@ _LEAST_PACKS = 8
 """Minimum number of packs: with fewer, the last one, which is left half empty, dominates the estimate."""
 
 
+class SizeCount(NamedTuple):
+    """A size of media in pixels, and how many items have it."""
+
+    width: int
+    height: int
+    items: int
+
+
 @dataclass(frozen=True)
 class MediaStats:
     """All media of one kind."""
@@ -40,10 +49,14 @@ class MediaStats:
     most_in_a_row: int
     per_row: dict[int, int]
     """Items of a row → rows."""
-    sizes: list[tuple[str, int]]
-    """The most frequent sizes as `width × height`, and how many sizes' items are left over."""
+    sizes: list[SizeCount]
+    """The most frequent sizes."""
     pixels: dict[str, float]
     seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the statistics as a dictionary for JSON, each size as `width`, `height` and `items`."""
+        return vars(self) | {"sizes": [size._asdict() for size in self.sizes]}
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class DataStats:
             "shares": [each.to_dict() for each in self.shares],
             "token_bins": as_dicts(self.token_bins),
             "patch_bins": as_dicts(self.patch_bins),
-            "media": list(map(vars, self.media)),
+            "media": [kind.to_dict() for kind in self.media],
             "packing": list(map(vars, self.packing)),
             "denoised": self.denoised or {},
         }
@@ -161,7 +174,7 @@ def _of_media(tally: RowStatistics, kind: str) -> MediaStats:
         rows=sum(rows for items, rows in per_row.items() if items),
         most_in_a_row=max(per_row),
         per_row=dict(sorted(per_row.items())),
-        sizes=[(f"{width} × {height}", count) for (width, height), count in sides.most_common(5)],
+        sizes=[SizeCount(*side, count) for side, count in sides.most_common(5)],
         pixels=percentiles(pixels),
         seconds=_of_seconds(tally, kind),
     )

@@ -12,7 +12,8 @@ import numpy as np
 
 from mindspeed_mm.fsdp.data.document_pieces import piece_lengths
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
-from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, MediumFacts, RowFacts, RowFault, fault_of_reason
+from mindspeed_mm.tasks.data.facts import DenoisedFacts, MediumFacts, RowFacts
+from mindspeed_mm.tasks.data.faults import TOO_LONG, RowFault, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
 _T = TypeVar("_T")
@@ -58,6 +59,9 @@ class RowStatistics:
     trained: array[int] = field(default_factory=lambda: array("q"))
     patches: array[int] = field(default_factory=lambda: array("q"))
     shrunk: int = 0
+    with_media: int = 0
+    decoding: int = 0
+    """Rows whose media were decoded to know their size."""
     turns: Counter[int] = field(default_factory=Counter)
     """Turns of the model → rows."""
     roles: Counter[str] = field(default_factory=Counter)
@@ -135,6 +139,8 @@ class RowStatistics:
         self.trained.append(facts.trained)
         self.patches.append(facts.patches)
         self.shrunk += facts.shrunk
+        self.with_media += bool(facts.media)
+        self.decoding += facts.decodes
         self.roles.update(facts.roles)
         self.turns[facts.roles.count("assistant")] += 1
         for kind in MEDIA:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mindspeed_mm.tasks.data.check import DataCheck
+from mindspeed_mm.tasks.data.check import DataCheck, MediaRead
 from mindspeed_mm.tasks.data.denoised import denoised_lines
 from mindspeed_mm.tasks.data.findings import DataFinding
 from mindspeed_mm.tasks.data.mixture import SourceShare
 from mindspeed_mm.tasks.data.paint import Paint, bars
 from mindspeed_mm.tasks.data.role_stats import named_numbers, times_each, with_counts
 from mindspeed_mm.tasks.data.stats import DataStats, MediaStats
+
+MEDIA_READ: dict[MediaRead, str] = {
+    "headers": "media by their headers",
+    "measured": "media decoded, because headers do not tell their size",
+    "decoded": "media decoded",
+    "samples": "whole samples, as the data set makes them",
+    "features": "stored features",
+    "none": "no media",
+}
+"""How media were looked at, in words."""
 
 
 def check_lines(result: DataCheck, paint: Paint) -> list[str]:
@@ -24,9 +34,8 @@ def check_lines(result: DataCheck, paint: Paint) -> list[str]:
         verdict.append(paint.odd(_count(warnings, "warning")))
     lines = [f"{result.path}: {', '.join(verdict) or paint.good('ok')}"]
     if result.rows:
-        how = "media decoded" if result.decoded else "media by their headers"
         speed = result.read / max(result.seconds, 1e-9)
-        pace = paint.soft(f"  ({how}, {result.seconds:.1f} s, {speed:,.0f} rows/s)")
+        pace = paint.soft(f"  ({MEDIA_READ[result.media_read]}, {result.seconds:.1f} s, {speed:,.0f} rows/s)")
         lines.append(f"  {_rows_read(result.read, result.rows, result.usable)}{pace}")
     if result.cut:
         lines.append(_cut(result.cut, result.samples))
@@ -105,7 +114,8 @@ def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
     lines = ["", paint.head(f"{media.kind}s") + f"  {media.items:,} in {media.rows:,} rows"]
     lines.append(f"  in a row: {_distribution(media.per_row)}")
     if media.sizes:
-        lines.append(f"  most frequent sizes (width × height): {', '.join(with_counts(dict(media.sizes)))}")
+        sizes = {f"{size.width} × {size.height}": size.items for size in media.sizes}
+        lines.append(f"  most frequent sizes (width × height): {', '.join(with_counts(sizes))}")
     if media.pixels:
         lines.append(f"  pixels: {named_numbers(media.pixels)}")
     if media.seconds:

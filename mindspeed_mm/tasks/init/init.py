@@ -7,8 +7,8 @@ the first one whose forecast leaves room is written.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, count_problems
 from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
 from mindspeed_mm.core.terminal import visible
+from mindspeed_mm.tasks.init.given_keys import given_keys
+from mindspeed_mm.tasks.init.row_settings import BASIC, RowSetting, row_settings
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.models.first_yaml import (
     RATES,
@@ -29,6 +31,7 @@ from mindspeed_mm.tasks.models.first_yaml import (
 )
 from mindspeed_mm.tasks.requests.init import InitRequest, Method
 from mindspeed_mm.tasks.schema import editor_line
+from mindspeed_mm.tasks.ui.form import compose
 
 _GIB = 2**30
 _ROWS_A_STEP = 16
@@ -68,6 +71,8 @@ class Made:
     peak_bytes: int
     """Forecast of a rank."""
     device_bytes: int
+    notes: tuple[str, ...] = ()
+    """What is set because of the rows or the folder, and why."""
 
 
 def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> Made:
@@ -78,12 +83,13 @@ def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> M
         tell: Is given a line for each way that is tried.
 
     Raises:
-        UsageError: The files are there already.
+        UsageError: The files are there already, or a key is given that is chosen here.
         ConfigError: The configuration has problems that are not about memory, or nothing fits; all are told.
         MMError: The model folder or the rows cannot be read.
     """
     from mindspeed_mm.fsdp.tools.memory_model.report import in_units  # torch: the help does without
 
+    given_keys(request.overrides)  # refused before anything is looked at
     script = request.out.with_suffix(".sh")
     for path in (request.out, script):
         if path.exists() and not request.overwrite:
@@ -97,7 +103,7 @@ def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> M
 
     def fits(way: Way) -> bool:
         if way not in peaks:
-            peaks[way] = _peak(setup.sections(way), setup.devices)
+            peaks[way] = _peak(setup.sections(way), setup.devices, request.overrides)
             tell(f"{way}: {in_units(peaks[way])} of {in_units(setup.memory)} a device")
         return peaks[way] <= ROOM * setup.memory
 
@@ -108,7 +114,8 @@ def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> M
         atomic_write_text(request.out, setup.text(way))
         atomic_write_text(script, setup.script())
         script.chmod(0o755)
-        return Made(request.out, script, way, setup.devices, setup.rows, peaks[way], setup.memory)
+        notes = tuple(f"{name}: {setting.value} ({setting.comment})" for name, setting in setup.settings.items())
+        return Made(request.out, script, way, setup.devices, setup.rows, peaks[way], setup.memory, notes)
     raise ConfigError(
         f"{' and '.join(setup.methods())} need more than {in_units(setup.memory)} a device",
         where=str(request.model),
@@ -129,8 +136,8 @@ class _Setup:
     is_accelerator: bool
     sizes: Mapping[str, int]
     """Of a generator, the size of samples that the release was made for."""
-    holds_pairs: bool = False
-    """Whether the rows have a better and a worse answer, to be trained on by DPO."""
+    settings: Mapping[str, RowSetting] = field(default_factory=dict)
+    """Of `basic_parameters`: what the rows need beyond their path."""
     rows: int = _ROWS_A_STEP
     """How many rows are trained on."""
 
@@ -140,7 +147,17 @@ class _Setup:
         kind = kind_of_path(request.model)
         if kind is GENERATOR:
             return cls(request, kind, *_devices(request), _sizes(request.model))
-        return cls(request, kind, *_devices(request), {}, _holds_pairs(request.data))
+        settings = row_settings(request.model, _first_row(request.data))
+        given = {key.removeprefix(f"{BASIC}.") for key in given_keys(request.overrides)}
+        if "chat_template" in given:
+            given.add("template")
+        settings = {name: setting for name, setting in settings.items() if name not in given}
+        return cls(request, kind, *_devices(request), {}, settings)
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether the rows have a better and a worse answer, to be trained on by DPO."""
+        return "stage" in self.settings and self.settings["stage"].value == "rm"
 
     @property
     def rates(self) -> Mapping[Method, float]:
@@ -172,8 +189,11 @@ class _Setup:
         own: dict[str, Any] = {"training": training}
         if self.kind is GENERATOR:
             own["data"] = {"dataset_param": {"dataset_type": "generation", "preprocess_parameters": self.sizes}}
+        if self.settings:
+            basic = {name: setting.value for name, setting in self.settings.items()}
+            own["data"] = {"dataset_param": {"basic_parameters": basic}}
         if self.holds_pairs:
-            own |= {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}, "posttrain": {"method": "dpo"}}
+            own["posttrain"] = {"method": "dpo"}
         if way.recompute:
             own["features"] = {"recompute": True}
         sections = sections_for(
@@ -202,7 +222,8 @@ class _Setup:
         from mindspeed_mm.fsdp.params.loader import load_config
 
         try:
-            arguments = load_config(self.sections(Way("full", recompute=False, rows=1))).arguments
+            sections = self.sections(Way("full", recompute=False, rows=1))
+            arguments = load_config(sections, self.request.overrides).arguments
             train, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
         except MMError:
             return None
@@ -237,8 +258,8 @@ class _Setup:
             f"      dataset: {scalar(basic['dataset'])}   # {self.rows:,} rows",
             f"      dataset_dir: {scalar(basic['dataset_dir'])}   # where relative paths of media start",
         ]
-        if self.holds_pairs:
-            lines.append("      stage: rm   # rows with a better and a worse answer")
+        for name, setting in self.settings.items():
+            lines.append(f"      {name}: {scalar(setting.value)}   # {setting.comment}")
         holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
         if holds_out:
             lines.append(f"      val_rate: {_HELD_OUT}   # share that is not trained on, for val_loss")
@@ -261,7 +282,9 @@ class _Setup:
             lines.append(f"  lora: {flow(adapters(way.method))}")
         if self.holds_pairs:
             lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
-        return "\n".join(lines) + "\n"
+        given = {key: flow(value) for key, value in given_keys(self.request.overrides).items()}
+        text = "\n".join(lines) + "\n"
+        return compose(text, given) if given else text
 
     def usual_rates(self, way: Way) -> str:
         """Learning rates that others train with."""
@@ -292,19 +315,17 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
     return devices, memory if is_here else memory // devices, is_here
 
 
-def _holds_pairs(data: Path) -> bool:
-    """Whether the first row has a worse answer beside its answer; rows that cannot be opened are the check's."""
-    from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS
+def _first_row(data: Path) -> dict[str, Any]:
+    """The first row; empty where rows cannot be opened, which is the check's to say."""
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
 
     folder = data if data.is_dir() else data.parent
     basic = BasicParameters.model_construct(dataset=str(data), dataset_dir=str(folder))  # a folder may be called true
     try:
-        row = open_rows(basic, DatasetAttr()).row(0)
+        return dict(open_rows(basic, DatasetAttr()).row(0))
     except MMError:
-        return False
-    return any(row.get(column) for column in PAIRS["rejected"])
+        return {}
 
 
 def _sizes(model: Path) -> dict[str, int]:
@@ -320,15 +341,20 @@ def _sizes(model: Path) -> dict[str, int]:
     return given or {"max_pixels": _PIXELS}
 
 
-def _peak(sections: Mapping[str, Any], devices: int) -> int:
+def _peak(sections: Mapping[str, Any], devices: int, overrides: Sequence[str] = ()) -> int:
     """Forecast of the first batch's peak on a rank, in bytes.
+
+    Args:
+        sections: The configuration.
+        devices: Number of ranks.
+        overrides: What is given beside it.
 
     Raises:
         ConfigError: The check found problems.
     """
     from mindspeed_mm.tasks.check import check
 
-    result = check.run(dict(sections), ["training.save=null"], nproc=devices)
+    result = check.run(dict(sections), [*overrides, "training.save=null"], nproc=devices)
     if result.problems:
         problems = [_in_options(problem) for problem in result.problems]
         raise ConfigError(count_problems("the model and its rows", problems), problems=problems)
@@ -341,9 +367,10 @@ def _peak(sections: Mapping[str, Any], devices: int) -> int:
 
 _OPTIONS = {
     "model.model_name_or_path": "--model",
-    "data.dataset_param.basic_parameters.dataset": "--data",
-    "data.dataset_param.basic_parameters.dataset_dir": "--data",
+    f"{BASIC}.dataset": "--data",
+    f"{BASIC}.dataset_dir": "--data",
 }
+"""Key that an option sets → the option."""
 
 
 def _in_options(problem: Problem) -> Problem:

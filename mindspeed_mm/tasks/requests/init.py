@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_mm.core.request import Request, option, required
+from mindspeed_mm.core.request import Request, argument, option, required
 
 Method = Literal["full", "lora", "qlora"]
 
 
 @dataclass(frozen=True)
 class InitRequest(Request):
-    """A model and rows, and the devices to train on."""
+    """A model and rows, the devices to train on, and further keys of the YAML."""
 
+    overrides: tuple[str, ...] = argument(default=())
     model: Path = required("Folder of the model, as transformers or diffusers has it.")
     data: Path = required("File or folder of rows.")
     gpu: float | None = option(

@@ -285,6 +285,18 @@ class TestStepsOfAnEpoch:
         assert data.estimate_note == ""
         assert data.describe() == f"400 samples, {steps} steps an epoch"
 
+    @pytest.mark.parametrize("basic", [PACKED, {}], ids=["packed", "rows"])
+    def test_of_one_that_is_smaller_than_a_step_it_is_said_how_often_it_is_read(self, basic: dict[str, Any]) -> None:
+        data = loader(Texts([16] * 4, **basic), accumulation=2, micro=1 if basic else 8)
+        read = Counter(pick.row for batch in data.order.step(DataPosition(0, 0)).step for pick in batch.picks)
+        times = 2 if basic else 4
+        assert set(read.values()) == {times}
+        told = f"an epoch fills only {1 / times:.0%} of a step, so each step reads the data about {times} times"
+        assert data.repeat_note == told and told in data.describe()
+        assert loader(Texts([16] * 16, **basic), accumulation=2, micro=1 if basic else 8).repeat_note == ""
+        with pytest.raises(DataError, match="the data set has 4 samples"):
+            next(iter(loader(Texts([16] * 4, **basic), accumulation=2, micro=1 if basic else 8, drop_last=True)))
+
     def test_of_a_large_one_the_beginning_is_measured(self) -> None:
         dataset = Texts(mixed_lengths(20_000), **PACKED)
         data = loader(dataset, accumulation=2)

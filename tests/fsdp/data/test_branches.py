@@ -92,7 +92,8 @@ def test_b_template_plugin_and_collator(folder: Path) -> None:
     assert trained(own["shown"][0]) == [f"{answer}<|im_end|>"]
     # A picture of 64 × 32 pixels is a square of 64 × 64 now: twice the tokens.
     assert [row["media"][0]["tokens"] for row in (plain["shown"][0], own["shown"][0])] == [8, 16]
-    assert own["micro_batch"]["shapes"]["images_per_row"] == "(2) int64"
+    assert own["micro_batch"]["shapes"]["images_per_row"] == [2]
+    assert own["micro_batch"]["dtypes"]["images_per_row"] == "int64"
     assert "images_per_row" not in plain["micro_batch"]["shapes"]
 
 

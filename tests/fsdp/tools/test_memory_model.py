@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
+from mindspeed_mm.fsdp.tools.memory_model.simulation import NOTE
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import features_of, forecast
 from mindspeed_mm.tasks.check import check
@@ -27,10 +28,11 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.plan_matrix import PLANS, cells
 from tests.helpers.planned_memory import MAKERS, peaks
+from tests.helpers.released_rows import ROWS, write_run
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import smaller_pictures
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
-from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.helpers.tiny_models import make_tiny_gemma2, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_tiny_run
 
 TEXT: dict[str, Any] = {
@@ -109,6 +111,16 @@ def test_peak_of_text(text: Path, overrides: tuple[str, ...]) -> None:
     assert predicted.optimizer == real.state_bytes
 
 
+def test_peak_of_capped_logits_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast takes `auto` as training does, also where the model changes its logits behind the head."""
+    monkeypatch.setattr("mindspeed_mm.fsdp.loss.build_head_loss.AUTO_VOCABULARY", 2048)
+    make_tiny_gemma2(tmp_path / "model", **TEXT)
+    make_long_rows(tmp_path, tokens=40)
+    words = ("model.attn_implementation=eager", "features.chunkloss_plan.chunk_size=64")
+    predicted, real = both(make_tiny_run(tmp_path), *words)
+    assert deviation(predicted, real) < WITHIN
+
+
 def test_a_forgotten_category_is_noticed(text: Path) -> None:
     predicted, real = both(text, ACCUMULATE)
     without = {label: size for label, size in predicted.at_peak.items() if label.category != GRADIENTS}
@@ -135,6 +147,13 @@ def test_peak_of_experts(tmp_path: Path, overrides: tuple[str, ...]) -> None:
 def test_peak_of_pictures(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     predicted, real = both(make_tiny_run(tmp_path), *overrides)
     assert deviation(predicted, real) < WITHIN
+
+
+def test_peak_of_small_pictures_in_tiles(tmp_path: Path) -> None:
+    """The model leaves out tiles that are all 0, so it looks at pixels; where these are few, they are made up."""
+    predicted, real = both(write_run(ROWS["smolvlm"], tmp_path, training={}))
+    assert NOTE not in predicted.approximations
+    assert deviation(predicted, real) < PROMISED
 
 
 @pytest.mark.parametrize("family", ["t2v", pytest.param("flux", marks=pytest.mark.slow)])

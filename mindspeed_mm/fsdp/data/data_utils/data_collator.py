@@ -31,7 +31,8 @@ from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 Collator = Callable[[Sequence[Any]], Batch]
-"""One with a `check_sample(sample)`, which raises `DataError`, is asked about each sample of a plugin's data set."""
+"""Its `check_sample(sample)`, which raises `DataError`, is asked about each sample of a plugin's data set; where it has
+none, `check_lengths` is."""
 CollatorClass = TypeVar("CollatorClass", bound=Callable[..., Collator])
 
 PADDING_ON_ACCELERATORS = 8

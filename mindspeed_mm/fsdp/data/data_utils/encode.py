@@ -348,9 +348,20 @@ class SampleEncoder:
         if self._options.truncation == "shrink" and sample.rejected is None:
             for end in range(len(sample.messages) - 1, 0, -1):
                 ends_well = sample.messages[end - 1]["role"] == "assistant" and any(self._weights(sample, end))
-                if ends_well and self._length(sample, end, expansions) <= self._options.cutoff_len:
+                if (
+                    ends_well
+                    and self._shows_alike(sample, end)
+                    and self._length(sample, end, expansions) <= self._options.cutoff_len
+                ):
                     return end
         raise self._too_long(length)
+
+    def _shows_alike(self, sample: Sample, end: int) -> bool:
+        """Whether the pictures of the first `end` messages are seen as they are among all of the row's."""
+        alone: int | None = getattr(self._plugin, "pictures_seen_alone", None)  # a plugin from outside may not tell
+        pictures = [item.kind == "image" for item in sample.media]
+        kept = sum(pictures[: _count_media(sample, end)])
+        return alone is None or kept == 0 or (kept <= alone) == (sum(pictures) <= alone)
 
     def _weights(self, sample: Sample, end: int) -> list[float | None]:
         """Of the first `end` messages; those of the model alone, unless prompts are trained too."""

@@ -115,6 +115,8 @@ class MediaLoader:
         self._inside_roots = tuple(root.rstrip(os.sep) + os.sep for root in self.roots)
         """What real paths of media begin with."""
         self._real_folders: dict[str, str] = {}
+        self.decoded = 0
+        """Pictures, frames, clips and sounds that were decoded so far."""
 
     def load_image(self, item: object) -> Image.Image:
         """One picture, upright, as RGB on white.
@@ -123,6 +125,7 @@ class MediaLoader:
             DataError: The item is missing, outside the roots, of a format or size that is refused, or broken.
         """
         data, name = self.read(item)
+        self.decoded += 1
         return decode_image(data, name)
 
     def load_video(self, item: object, sizes: FrameSizes | None = None, *, with_sound: bool = False) -> VideoClip:
@@ -140,6 +143,7 @@ class MediaLoader:
         if isinstance(item, (list, tuple, np.ndarray)):
             return self._load_frames(list(item), sizes, with_sound)
         source, name = self._source(item)
+        self.decoded += 1
         with self.open(source) as file:
             clip = watch(file, self._clip_rule(item), sizes, name)
         if not with_sound:
@@ -152,6 +156,7 @@ class MediaLoader:
     def load_audio(self, item: object) -> AudioClip:
         """A sound, or the sound of a video, as one mono track. Raises `DataError` as `load_image`."""
         source, name = self._source(item)
+        self.decoded += 1
         with self.open(source) as file:
             return read_audio(file, self.limits.audio_sampling_rate, name)
 

@@ -187,7 +187,7 @@ class TextOnlyPlugin:
             check_media_processor(self._folder)
         return DataError(
             f"the row has {medium}, but the model takes text only",
-            way_out="Name a model that takes such media in model.model_name_or_path, or drop the row.",
+            way_out="Name a model that takes such media, or drop the row.",
         )
 
     def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:

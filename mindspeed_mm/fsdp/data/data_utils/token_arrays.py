@@ -3,7 +3,7 @@ tensors, and with the row axis that processors put in front of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ def token_arrays(sample: Any) -> TokenArrays:
             continue
         found[key] = _numbers(key, sample[key]) if key == "loss_weights" else _whole_numbers(key, sample[key])
         if len(found[key]) != len(ids):
-            raise DataError(f"has {len(found[key])} values for {len(ids)} input_ids", key=key, way_out=_WAY_OUT)
+            raise DataError(_apart(found[key].shape, ids.shape), key=key, way_out=_WAY_OUT)
     beside = {key: found[key] for key in BESIDE if key in found}
     return TokenArrays(ids, found.get("labels"), found.get("loss_weights"), beside)
 
@@ -66,6 +66,71 @@ def trainable_arrays(sample: Any) -> TokenArrays:
     if arrays.labels is None:
         raise DataError("the sample has no labels", key="labels", way_out=_WAY_OUT)
     return arrays
+
+
+def check_lengths(sample: Any) -> None:
+    """Raise `DataError` where an array of a sample that has a number for each token is not as long as its `input_ids`.
+
+    For samples that a collator of their own joins: only the last axes of what has a shape are compared. Labels are left
+    to `labels_apart`: such a collator may put a question and its answer together.
+    """
+    for part in _parts(sample):
+        ids = _shape_of(part.get("input_ids"))
+        for key in BESIDE:
+            shape = _shape_of(part.get(key))
+            if ids and shape and shape[-1] != ids[-1]:
+                raise DataError(_apart(shape, ids), key=key, way_out=_OF_COLLATOR)
+
+
+def labels_apart(sample: Any) -> str:
+    """How the labels of a sample differ in length from its `input_ids`; empty: they do not, or one has no shape."""
+    for part in _parts(sample):
+        ids, labels = _shape_of(part.get("input_ids")), _shape_of(part.get("labels"))
+        if ids and labels and ids[-1] != labels[-1]:
+            return f"labels of shape {labels} and input_ids of shape {ids}"
+    return ""
+
+
+def check_batch_lengths(batch: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `DataError` where a batch has an array along the tokens that is not as long as its token ids.
+
+    Args:
+        batch: As collated.
+        names: Of its samples.
+    """
+    for ids_key, keys in _ALONG.items():
+        ids = _shape_of(batch.get(ids_key))
+        for key in keys:
+            shape = _shape_of(batch.get(key))
+            if ids and shape and shape[-1] != ids[-1]:
+                raise DataError(_apart(shape, ids, ids_key), where=", ".join(names), key=key, way_out=_OF_COLLATOR)
+
+
+_ALONG = {"input_ids": tuple(BESIDE), "decoder_input_ids": ("decoder_attention_mask",)}
+"""Token ids of a batch → what has a number for each of them on its last axis."""
+_OF_COLLATOR = "Let the data set and its collate_fn give one number for each token, padding included."
+
+
+def _parts(sample: Any) -> list[Mapping[str, Any]]:
+    """A sample, or both answers of a preference pair, where they have keys."""
+    if not isinstance(sample, Mapping):
+        return []
+    pair = [sample.get(side) for side in ("chosen", "rejected")]
+    return [part for part in (sample, *pair) if isinstance(part, Mapping)]
+
+
+def _shape_of(values: Any) -> tuple[int, ...]:
+    """The shape of an array, a tensor or lists; empty of anything else."""
+    if not isinstance(values, list | tuple | np.ndarray) and not hasattr(values, "shape"):
+        return ()
+    try:
+        return tuple(map(int, np.shape(values)))
+    except (ValueError, TypeError):  # lists of different lengths
+        return ()
+
+
+def _apart(shape: tuple[int, ...], ids: tuple[int, ...], ids_key: str = "input_ids") -> str:
+    return f"has shape {shape}, and {ids_key} has shape {ids}"
 
 
 def _whole_numbers(key: str, values: Any) -> np.ndarray:

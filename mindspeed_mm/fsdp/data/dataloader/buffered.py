@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import compress
 from typing import Literal
 
+from typing_extensions import override
+
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
 from mindspeed_mm.fsdp.data.dataloader.order import (
@@ -73,6 +75,11 @@ class BufferedOrder(Order):
     def steps_per_epoch(self) -> int | None:
         """Steps that an epoch takes, or about as many: see `is_exact`."""
         return None if self._sampler.size is None else self.steps_for(1)
+
+    @property
+    @override
+    def epoch_share(self) -> float:
+        return 1.0 if self._sampler.size is None else min(1.0, self._steps_of_an_epoch)
 
     @cached_property
     def is_exact(self) -> bool:  # type: ignore[override]

@@ -98,12 +98,21 @@ class MMDataLoader:
             return ""
         return "steps of an epoch are estimated from its beginning: not all samples were measured"
 
+    @property
+    def repeat_note(self) -> str:
+        """That one step takes each sample more than once, where a data set is smaller than a step; else empty."""
+        share = self.order.epoch_share
+        if share >= 1:
+            return ""
+        return f"an epoch fills only {share:.0%} of a step, so each step reads the data about {1 / share:.2g} times"
+
     def describe(self) -> str:
         """Samples and steps, for the log."""
         if (steps := self.steps_per_epoch) is None:
             return "rows as they are found"
         about = "about " if self.estimate_note else ""
-        return f"{len(self.dataset):,} samples, {about}{steps} steps an epoch"
+        told = f"{len(self.dataset):,} samples, {about}{steps} {'step' if steps == 1 else 'steps'} an epoch"
+        return f"{told} (warning: {self.repeat_note})" if self.repeat_note else told
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until `epochs` epochs are done."""

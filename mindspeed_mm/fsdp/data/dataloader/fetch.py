@@ -21,6 +21,7 @@ from mindspeed_mm.core.errors import DataError, MMError, told_as
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skipping
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_batch_lengths, check_lengths
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
@@ -84,7 +85,7 @@ class BatchMaker(Dataset[Delivery]):
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
         self._replaces = replaces
         # Samples of our own rows are as collators want them.
-        self._check_sample = None if dataset.has_rows else getattr(collate, "check_sample", None)
+        self._check_sample = None if dataset.has_rows else getattr(collate, "check_sample", check_lengths)
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._peers = SamplePeers(seed, dataset)
 
@@ -108,7 +109,10 @@ class BatchMaker(Dataset[Delivery]):
         """
         faults: list[SampleFault] = []
         taken, blank_rows = self._take_all(request, faults)
-        batch = completed(self._collate([each.sample for each in taken]), [each.name for each in taken])
+        names = [each.name for each in taken]
+        batch = completed(self._collate([each.sample for each in taken]), names)
+        if not self.dataset.has_rows:
+            check_batch_lengths(batch, names)
         if blank_rows:
             _blank(batch, blank_rows)
         return Delivery(batch, faults)

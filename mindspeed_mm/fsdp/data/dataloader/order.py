@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from typing_extensions import override
+
 from mindspeed_mm.core.counts import is_count
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
@@ -119,6 +121,11 @@ class Order(ABC):
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of one epoch; None: rows are streamed, and their number is not known."""
 
+    @property
+    def epoch_share(self) -> float:
+        """Steps of an epoch as a share where an epoch is less than a step, which rows of later epochs fill; else 1."""
+        return 1.0
+
     @abstractmethod
     def step(self, position: DataPosition) -> Planned:
         """The step at a position."""
@@ -202,6 +209,11 @@ class GlobalOrder(Order):
         if size is None:
             return None
         return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
+
+    @property
+    @override
+    def epoch_share(self) -> float:
+        return 1.0 if self._sampler.size is None else min(1.0, self._sampler.size / self._global_batch)
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other.

@@ -108,7 +108,8 @@ class QuestionEncoder:
         tell_language(self.processor, folder)
         self._detects_language = detects_language(self.processor, folder)
         self._plugin = build_mm_plugin(self.processor, self._preprocess)
-        self._template = build_template(self.processor, self._basic)
+        with told_as(as_asked):
+            self._template = build_template(self.processor, self._basic)
         self._tokens = build_tokens(self.processor, self._template, self._plugin, self._preprocess)
 
     @property

@@ -196,7 +196,8 @@ def predict_memory(
     try:
         with as_computed_on(device_type):
             simulated.run(batch, loss, media)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # it looks at what is not there
+    # The model's code may look at what is not there.
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         simulated.approximate(batch, error)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
     return max(predictions, key=lambda prediction: prediction.peak)

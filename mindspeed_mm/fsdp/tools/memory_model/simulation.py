@@ -2,7 +2,8 @@
 
 Parameters, and all that is computed from them, are torch's fake tensors; what no parameter has touched yet (token
 numbers, positions, sizes of images) is small and computed for real, so that models may look at it. Where a model looks
-at numbers that were computed from parameters, it finds plausible ones: routers spread tokens over experts evenly.
+at numbers that were computed from parameters, it finds plausible ones: routers spread tokens over experts evenly. Where
+it asks which pixels are 0 (those of tiles that only fill up), the real ones answer.
 Models whose code cannot run without numbers have their activations counted the rough way, by the linear layers alone.
 """
 
@@ -54,6 +55,8 @@ class Simulation(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
         """Address of a storage → the storage, and its entry in the books; None for what is not booked."""
+        self._values: dict[int, torch.Tensor] = {}
+        """Address of the storage of a fake input → its real values: models ask which pixels are 0."""
 
     def __enter__(self) -> Simulation:
         super().__enter__()
@@ -73,6 +76,8 @@ class Simulation(TorchDispatchMode):
         if function is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         outputs = self._run(function, args, kwargs or {})
+        if function is torch.ops.aten._to_copy.default and isinstance(outputs, FakeTensor):
+            self._keep_values(outputs, self._values_of(args[0]))
         for output in _leaves(outputs):
             if isinstance(output, torch.Tensor):
                 self._book(output)
@@ -83,8 +88,10 @@ class Simulation(TorchDispatchMode):
     def _run(self, function: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
         tensors = [leaf for leaf in _leaves(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if not _may_be_large(args, tensors):
+            if function is torch.ops.aten.sum.dim_IntList or not _may_be_large(args, tensors):
                 return function(*args, **kwargs)
+        elif function in _COMPARED_WITH_NUMBERS and (values := self._values_of(args[0])) is not None:
+            return function(values, *args[1:])
         elif function in _LOOKS_AT_NUMBERS:
             return _LOOKS_AT_NUMBERS[function](args)
         if function in _REWRITTEN:
@@ -150,6 +157,7 @@ class Simulation(TorchDispatchMode):
                 return value
             if value.is_floating_point():
                 made = self._empty(value.shape, dtype or value.dtype)
+                self._keep_values(made, None if isinstance(value, FakeTensor) else value)
             elif value.numel() > _REAL_NUMEL:
                 made = self._empty(value.shape, value.dtype)
             else:
@@ -158,6 +166,16 @@ class Simulation(TorchDispatchMode):
             return made
 
         return {key: tree_map(stand_in, value) for key, value in batch.items()}
+
+    def _keep_values(self, fake: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Remember the real values of a fake tensor that is laid out like them."""
+        if values is not None and fake.is_contiguous():
+            self._values[fake.untyped_storage()._cdata] = values.contiguous()
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real values of a fake tensor, or of a view of one; None: they are not known."""
+        values = self._values.get(tensor.untyped_storage()._cdata)
+        return None if values is None else values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     # --- the books --------------------------------------------------------------------------------------------------
 
@@ -184,6 +202,7 @@ class Simulation(TorchDispatchMode):
 
         def freed(_: object) -> None:
             del self._entries[key]
+            self._values.pop(key, None)
             if entry is not None:
                 ledger.give_back(entry)
 
@@ -357,6 +376,7 @@ _VIEWS_AND_COPIES = frozenset(
         torch.ops.aten.clone.default,
     }
 )
+_COMPARED_WITH_NUMBERS = frozenset({torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar})
 _LOOKS_AT_NUMBERS: dict[OpOverload, Callable[[Values], object]] = {
     torch.ops.aten._local_scalar_dense.default: lambda args: 1.0 if args[0].is_floating_point() else 1,
     torch.ops.aten.nonzero.default: lambda args: torch.ones(args[0].shape, dtype=torch.bool).nonzero(),

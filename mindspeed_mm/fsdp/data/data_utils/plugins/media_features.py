@@ -116,7 +116,7 @@ def no_such_media(kind: str) -> DataError:
     article = "a" if kind == "video" else "an"
     return DataError(
         f"the row has {article} {kind}, but the model takes none",
-        way_out="Name a model that takes them in model.model_name_or_path, or drop the row.",
+        way_out="Name a model that takes them, or drop the row.",
     )
 
 

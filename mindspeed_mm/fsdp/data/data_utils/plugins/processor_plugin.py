@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +57,7 @@ _PADDED = frozenset(
 """Names of the tensors that are padded with zeros where items differ in size or number of tiles, as the processors do.
 A mask or a size says where, or the model ignores a tile of zeros."""
 _PICTURES_OF_ROWS = "batch_num_images"
-"""Models that cut an image into tiles only where it is alone in its row (LLaVA-OneVision)."""
+"""What a processor returns that cuts an image into tiles only where it is alone in its row (LLaVA-OneVision)."""
 
 
 class ProcessorPlugin:
@@ -96,6 +98,8 @@ class ProcessorPlugin:
         self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
         self.pictures_seen_alone: int | None = _pictures_seen_alone(processor)
         """Pictures of a row beyond which the processor shows each otherwise than alone."""
+        self._is_among_others = False
+        """A picture is shown to the processor as one of several in a row."""
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)
@@ -124,7 +128,7 @@ class ProcessorPlugin:
             return self
         if self._of_many is None:
             options = setting_of(self._processor, Mapping, "images_kwargs_of_many")
-            if options is None:
+            if options is None and not _counts_pictures(self._processor):
                 raise DataError(
                     f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise "
                     "than one",
@@ -132,7 +136,8 @@ class ProcessorPlugin:
                     way_out=f"Give such models rows of at most {most}, or take a model of another family.",
                 )
             self._of_many = copy(self)
-            self._of_many._image_options = {**self._image_options, **options}
+            self._of_many._image_options = {**self._image_options, **(options or {})}
+            self._of_many._is_among_others = options is None
         return self._of_many
 
     # --- one item ----------------------------------------------------------------------------------------------------
@@ -142,7 +147,12 @@ class ProcessorPlugin:
         height, width = self._budget.size(1, image.height, image.width)
         if (height, width) != (image.height, image.width):
             image = Image.fromarray(self._budget.resize(image, height, width))
-        return self._asked("image", image, f"an image of {width} × {height}", images_kwargs=self._image_options)
+        what = f"an image of {width} × {height}"
+        if not self._is_among_others:
+            return self._asked("image", image, what, images_kwargs=self._image_options)
+        # Any second picture will do: the first one's tensors and tokens do not depend on it.
+        made = self._asked("image", [image, Image.new("RGB", (32, 32))], what, images_kwargs=self._image_options)
+        return replace(made, tensors={name: values[:1] for name, values in made.tensors.items()})
 
     def encode_video(self, clip: VideoClip) -> MediaFeatures:
         """A clip; one that the processor refuses with so few frames is filled up to what towers take at once."""
@@ -202,6 +212,8 @@ class ProcessorPlugin:
             for name, value in item.tensors.items():
                 values.setdefault(name, []).append(value)
         batch: Batch = {name: self._joined(name, of_items) for name, of_items in values.items()}
+        if _PICTURES_OF_ROWS in batch:
+            batch[_PICTURES_OF_ROWS] = _counts_of_rows(batch[_PICTURES_OF_ROWS].tolist())
         if self.hears_videos and any(item.kind == "video" for item in media):
             batch["use_audio_in_video"] = True
         return batch
@@ -227,9 +239,11 @@ class ProcessorPlugin:
     def _asked(
         self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
     ) -> MediaFeatures:
-        """Call the processor with one item and its placeholder."""
+        """Call the processor with one item and its placeholder; with a list of pictures as with a row of them, of which
+        the first one's tokens are returned."""
         if kind not in self.placeholders:
             raise no_such_media(kind)
+        count = len(item) if isinstance(item, list) else 1
         ask = partial(
             self._processor,
             return_text_replacement_offsets=True,
@@ -237,11 +251,11 @@ class ProcessorPlugin:
             **{_ARGUMENTS[kind]: [item]},
             **inputs,
         )
-        text = self.placeholders[kind].text.join(around)
+        text = (self.placeholders[kind].text * count).join(around)
         try:
             made = ask(text=[text])
             tensors = {name: made[name] for name in made if name not in _TEXT_KEYS | _COUNTS | self.of_text}
-            if kind not in self._fit_to_be_asked:
+            if count == 1 and kind not in self._fit_to_be_asked:
                 self._check_asked_alone(kind, tensors, made, ask, text)
         except (ValueError, RuntimeError) as error:
             way_out = "Drop the row."
@@ -361,8 +375,23 @@ def _pictures_seen_alone(processor: object) -> int | None:
     own = setting_of(processor, int, "pictures_seen_alone")
     if own is not None:
         return own
+    return 1 if _counts_pictures(processor) else None
+
+
+def _counts_pictures(processor: object) -> bool:
+    """Whether a processor tells how many pictures each row has."""
     inputs = setting_of(setting_of(processor, object, "image_processor"), Sequence, "model_input_names") or ()
-    return 1 if _PICTURES_OF_ROWS in inputs else None
+    return _PICTURES_OF_ROWS in inputs
+
+
+def _counts_of_rows(of_pictures: Sequence[int]) -> torch.Tensor:
+    """Numbers of pictures that rows have, from that of each picture's row. All that a model reads of them is whether a
+    picture is alone; so neighbouring rows of several are counted as one, as turns may have been left out of a row."""
+    counts: list[int] = []
+    for is_alone, pictures in groupby(number == 1 for number in of_pictures):
+        number = len(list(pictures))
+        counts += [1] * number if is_alone else [number]
+    return torch.tensor(counts, dtype=torch.long)
 
 
 def video_metadata(header: ClipHeader) -> VideoMetadata:
