@@ -71,6 +71,7 @@ MEANINGLESS: dict[str, str] = {
     "training.load_checkpoint_path": "training.load names the checkpoint to start from",
     "training.save_steps": "training.save_interval counts the steps between checkpoints",
     "training.max_steps": "training.train_iters counts the steps",
+    "training.lora.save_mode": "checkpoints hold the adapters alone, and mm export --merge writes the whole model",
     "training.profile": "tools.profile switches the profiler on",
     "training.global_batch_size": "it is micro_batch_size × data ranks × gradient_accumulation_steps",
     "training.max_epochs": "training.train_epochs counts passes over the data",
