@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, find, place_of, plain
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, find, place_of, plain
 
 
 def read_json_tree(path: Path) -> Node:
@@ -38,7 +38,7 @@ def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
         document = parse_yaml(text.replace("\t", " "), source)
     except ConfigError:
         return as_node(content, SourcePosition(source))
-    root = clone(document.root)
+    root = document.root
     if plain(root) != content:
         return as_node(content, SourcePosition(source))
     return root

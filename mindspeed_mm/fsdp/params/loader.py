@@ -289,7 +289,7 @@ def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
     if isinstance(given, Path):
         text = read_config_text(given)
         document = parse_yaml(text, str(given))
-        return text, clone(document.root), list(document.problems)
+        return text, document.root, document.problems
     if isinstance(given, Node):
         return dump_with_origins(plain(given), {}), clone(given), []
     sections = to_plain(given)
