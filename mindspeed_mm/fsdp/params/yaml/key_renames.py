@@ -84,7 +84,7 @@ MEANINGLESS: dict[str, str] = {
 """Keys of older files that are dropped with one warning each: key → what counts instead."""
 
 
-_FLAG: TypeAdapter[bool] = TypeAdapter(Flag)
+_FLAG: TypeAdapter[Any] = TypeAdapter(Flag)
 
 OFF_WHEN_EMPTY = ("training.save", "training.load")
 """Paths that files switch off with an empty text."""
