@@ -11,7 +11,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, clone, plain
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, plain
 from mindspeed_mm.provider.draft import derived
 from mindspeed_mm.provider.module_names import patterns_of
 from mindspeed_mm.provider.reading import Reading
@@ -92,7 +92,7 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
     if path is None:
         return {}
     try:
-        root = clone(parse_yaml(read_config_text(Path(path)), path).root)
+        root = parse_yaml(read_config_text(Path(path)), path).root
     except ConfigError as error:
         reading.draft.problems += error.problems
         return {}

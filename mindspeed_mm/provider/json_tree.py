@@ -9,8 +9,8 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
-from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, find, place_of, plain
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, find, place_of, plain
 
 
 def read_json_tree(path: Path) -> Node:
@@ -35,10 +35,10 @@ def read_json_tree(path: Path) -> Node:
 def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
     """JSON is YAML but for tabs and some escapes; where YAML reads something else, the file is the only place."""
     try:
-        document = parse_kept_yaml(text.replace("\t", " "), source)
+        document = parse_yaml(text.replace("\t", " "), source)
     except ConfigError:
         return as_node(content, SourcePosition(source))
-    root = clone(document.root)
+    root = document.root
     if plain(root) != content:
         return as_node(content, SourcePosition(source))
     return root

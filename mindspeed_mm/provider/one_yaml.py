@@ -12,7 +12,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, clone, plain
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, plain
 from mindspeed_mm.provider.flags import by_spelling, nearest_flag
 from mindspeed_mm.provider.json_tree import entries_of
 
@@ -40,7 +40,7 @@ def read_one_yaml(path: Path) -> OneYaml:
     Raises:
         ConfigError: It cannot be read, has no `gpt_args`, or has keys that are neither sections nor anchors.
     """
-    root = clone(parse_yaml(read_config_text(path), str(path)).root)
+    root = parse_yaml(read_config_text(path), str(path)).root
     if not isinstance(root.value, dict) or "gpt_args" not in root.value:
         raise ConfigError(
             "has no section gpt_args",

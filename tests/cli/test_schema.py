@@ -51,6 +51,7 @@ def test_two_ways_to_build_on_adapters_name_each_other(capsys: pytest.CaptureFix
         ("trainimg.lr", "Did you mean training.lr"),
         ("lrr", "Did you mean training.lr?"),
         ("tools.profiler", "It is tools.profile."),
+        ("model.use_triton_gdn", "It is read: true as model.gdn_implementation: 'triton', false as"),
         ("zzzzzzzz", "Sections: model, data"),
     ],
 )

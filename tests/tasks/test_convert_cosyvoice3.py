@@ -109,6 +109,19 @@ def test_files_of_sound_are_read_before_they_are_copied(tmp_path: Path) -> None:
     assert done.code == 0 and "no file hift.pt" in done.err, done.err
 
 
+def test_weights_that_are_not_finite_are_reported(tmp_path: Path) -> None:
+    write_release(tmp_path / "release")
+    for name, key, value in (("llm.pt", EMBEDDING, float("nan")), ("flow.pt", "weight", float("-inf"))):
+        stored = torch.load(tmp_path / "release" / name, weights_only=True)
+        stored[key].view(-1)[-1] = value
+        torch.save(stored, tmp_path / "release" / name)
+    done = mm("convert", tmp_path / "release", tmp_path / "folder")
+    assert done.code == 0, done.err
+    assert f"warning: NaN or infinity in {EMBEDDING}" in done.out and "in weight of" in done.err, done.out + done.err
+    back = mm("convert", tmp_path / "folder", tmp_path / "back", "--to", "original", "--json")
+    assert sorted(json.loads(back.out)["not_finite"]) == sorted([EMBEDDING, HEAD])
+
+
 def test_a_folder_goes_back_alone(tmp_path: Path) -> None:
     """Without the release beside it only the weights and what makes sound are written."""
     write_release(tmp_path / "release")

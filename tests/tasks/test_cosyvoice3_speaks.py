@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import sys
 import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, InternalServerError, OpenAI
 
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice
@@ -17,6 +19,7 @@ from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_cosyvoice3 import make_tiny_cosyvoice3
+from tests.helpers.tiny_sounds import sound_bytes, tone
 
 TEXT = "seven one two"
 
@@ -32,7 +35,10 @@ def heard(file: bytes) -> np.ndarray:
         return np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
 
 
-def test_both_doors_say_the_same(folder: Path, tmp_path: Path) -> None:
+def test_both_doors_say_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the server lacks for a recording is no fault of the request."""
     voice = load_voice(folder)
     said = voice.speak(SpeechJob(TEXT, Sampling(99, seed=3), name="anna", instructions="Whisper."))
     expected = (said.sound.samples[0] * 32767).round()
@@ -55,6 +61,16 @@ def test_both_doors_say_the_same(folder: Path, tmp_path: Path) -> None:
         assert np.array_equal(heard(ask("anna")), expected)
         with pytest.raises(BadRequestError, match="Vera, anna"):
             ask("Otto")
+        recording = base64.b64encode(sound_bytes(tone(1, 8_000, 200), 8_000)).decode()
+        more["ref_audio"] = f"data:audio/wav;base64,{recording}"
+        for package, says in ((sys, "has no file speech_tokenizer_v3.onnx"), (None, "onnxruntime is not installed")):
+            monkeypatch.setitem(sys.modules, "onnxruntime", package)
+            with pytest.raises(InternalServerError) as caught:
+                ask("")
+            error = caught.value
+            assert (error.status_code, error.param, error.code) == (501, "ref_audio", "unavailable")
+            assert error.type == "server_error" and says in error.message and str(folder) not in error.message
+        assert "pip install 'mindspeed-mm[speech]'" in error.message and says in capfd.readouterr().err
 
 
 def test_what_it_cannot_say_is_told(folder: Path, tmp_path: Path) -> None:

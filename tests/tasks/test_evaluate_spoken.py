@@ -114,7 +114,10 @@ def test_bad_rows_are_told_before_anything_is_said(folder: Path, tmp_path: Path)
 def test_who_does_not_speak_or_hear(folder: Path, tmp_path: Path) -> None:
     text = str(make_tiny_qwen3(tmp_path / "text"))
     words = words_of(folder, tmp_path / "eval")
-    for place, says in ((0, "the model does not speak"), (4, "the model hears nothing")):
+    for place, says in (
+        (0, "answers in words, and does not speak. Leave out --recogniser"),
+        (4, "the model hears nothing"),
+    ):
         found = CliRunner().invoke(command, [*words[:place], text, *words[place + 1 :]])
         assert isinstance(found.exception, UsageError) and says in str(found.exception), found.exception
         assert not (tmp_path / "eval").exists()  # nothing was said

@@ -324,12 +324,11 @@ def test_an_answer_that_no_token_goes_on_is_refused_alone(kind: str, tmp_path: P
 def test_a_schema_without_the_library_is_refused(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_mm.fsdp.sampling.answers.steering.find_spec", lambda _: None)
     for asked in ({"type": "json_object"}, formats(SCHEMA)):
-        error = refused(client, response_format=asked)
-        assert (
-            error.param == "response_format"
-            and "llguidance" in error.message
-            and "mindspeed-mm[serve]" in error.message
-        )
+        with pytest.raises(openai.InternalServerError) as caught:
+            said(client, response_format=asked)
+        error = caught.value
+        assert (error.status_code, error.param, error.code) == (501, "response_format", "unavailable")
+        assert "llguidance" in error.message and "mindspeed-mm[serve]" in error.message
 
 
 def test_a_model_that_searches_beams_says_that_nothing_is_drawn(tmp_path: Path) -> None:

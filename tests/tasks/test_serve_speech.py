@@ -7,8 +7,10 @@ import io
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -275,17 +277,32 @@ def test_a_model_that_answers_speaks_as_well(omni: Path) -> None:
         with served(engine, Limits(max_new_tokens=12), Access()) as address:
             client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
             made = client.audio.speech.create(
-                model=NAME, input="nine", voice="chelsie", response_format="pcm", extra_body={"seed": 4}
+                model=NAME, input="nine eight", voice="chelsie", response_format="pcm", extra_body={"seed": 4}
             ).content
             chatted = client.chat.completions.create(
                 model=NAME, messages=[{"role": "user", "content": "hi"}], max_tokens=3
             )
             listed = httpx.get(f"{address}/v1/models").json()["data"][0]
         assert chatted.choices and listed["routes"][-1] == "speech" and "chat" in listed["routes"]
-        expected = voice.speak(SpeechJob("nine", Sampling(12, seed=4), "chelsie"))
+        steps: list[str] = []
+        hooks = [
+            part.register_forward_hook(lambda *_, name=name: steps.append(name))
+            for name, part in (("thinks", voice.model.thinker), ("talks", voice.model.talker))
+        ]
+        job = SpeechJob("nine eight", Sampling(12, seed=4), "chelsie")
+        expected = voice.speak(job)
         assert (
             np.frombuffer(made, "<i2").tolist() == sixteen_bits(expected.sound.samples[0]).tolist() and len(made) > 20
         )
+        whole = Counter(steps)
+        assert expected.finished and min(whole.values()) > 2
+        for left, most in ((lambda: True, {"thinks": 2, "talks": 2}), (lambda: steps.count("talks") > 2, {"talks": 3})):
+            steps.clear()
+            said = voice.speak(replace(job, is_given_up=left))
+            assert not said.finished and said.sound.samples.shape[1] < expected.sound.samples.shape[1]
+            assert Counter(steps) == {**whole, **most}
+        for hook in hooks:
+            hook.remove()
 
         given: dict[str, Any] = {}
 

@@ -25,6 +25,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, first_names
 from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
+from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
 
@@ -77,6 +78,8 @@ class Converted:
     """What the comparison of logits found, or why there was none; empty where nobody asked for it."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Key of a source that was not written → why."""
+    not_finite: Sequence[str] = ()
+    """Keys of written tensors that hold NaN or infinity."""
 
     def lines(self, source: str = "") -> list[str]:
         """For a person: what was written, after what it was made from, where the original is, and what was compared."""
@@ -94,6 +97,9 @@ class Converted:
             reasons.setdefault(why, []).append(key)
         for why, keys in reasons.items():
             lines.append(f"not written: {first_names(keys)} ({why})")
+        if self.not_finite:
+            what = f"warning: NaN or infinity in {first_names(self.not_finite)}"
+            lines.append(f"{what}. Convert an undamaged copy or an earlier checkpoint")
         if self.backup:
             lines.append(f"the original is kept as {self.backup}")
         if self.logits:
@@ -162,7 +168,7 @@ def convert(
             check_source(source)
     began = time.monotonic()
     with _explained(target, conversion), _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft:
-        records = _write(conversion, draft, progress)
+        records, not_finite = _write(conversion, draft, progress)
         written = time.monotonic()
         logits, verify_s = "", 0.0
         if writing.verify:
@@ -173,7 +179,8 @@ def convert(
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
     write_s = written - began
-    return Converted(target, tensors, conversion.size_bytes, write_s, verify_s, backup, logits, conversion.left_out)
+    left_out, size_bytes = conversion.left_out, conversion.size_bytes
+    return Converted(target, tensors, size_bytes, write_s, verify_s, backup, logits, left_out, not_finite)
 
 
 def check_complete(conversion: Conversion) -> None:
@@ -221,11 +228,14 @@ def _folder(
     return atomic_folder(target, overwrite=overwrite, sources=conversion.sources)
 
 
-def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -> dict[str, dict[str, TensorRecord]]:
-    """Everything into the draft; what each tensor is, by file and key."""
+def _write(
+    conversion: Conversion, draft: Path, progress: WorkProgress | None
+) -> tuple[dict[str, dict[str, TensorRecord]], list[str]]:
+    """Everything into the draft; what each tensor is, by file and key, and the keys of tensors that are not finite."""
     if progress is not None:
         progress.begin(conversion.size_bytes / MB)
     records: dict[str, dict[str, TensorRecord]] = {}
+    not_finite: list[str] = []
     for name, source in conversion.copies.items():
         copy_plain(source, _place(draft, name))
     for name, text in conversion.texts.items():
@@ -235,6 +245,8 @@ def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -
 
         def note(key: str, tensor: torch.Tensor, found: dict[str, TensorRecord] = found) -> None:
             found[key] = TensorRecord.of(tensor)
+            if not is_finite(tensor):
+                not_finite.append(key)
             if progress is not None:
                 progress.advance(tensor.nbytes / MB)
 
@@ -242,7 +254,7 @@ def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -
     if progress is not None:
         progress.end()
     write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=conversion.left_out)
-    return records
+    return records, not_finite
 
 
 def _verify(

@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
     put_over,
     to_plain,
 )
-from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths, read_token_files
 from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.yaml.speech_files import check_speech_sizes, settle_speech_files
@@ -80,6 +80,8 @@ Override = str | Mapping[str, Any]
 _HIDDEN = re.compile(rf'"{REDACTED}"|[/ =]{REDACTED}')
 """A value, or a part of one, that was hidden."""
 _BEHIND_ALL_LINES = 1 << 30
+_FLAGS = "gpt_args"
+"""Section of a file that the flags door reads."""
 _BEFORE_TRAINING = (ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DATA)
 """How a run ends that could not begin."""
 
@@ -261,6 +263,14 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
     if not isinstance(root.value, dict):
         what = "the file is empty" if root.value is None else "the file does not hold sections"
         raise ConfigError(what, where=str(root.place), way_out="It begins with 'model:', 'data:', 'training:' …")
+    if _FLAGS in root.value:
+        raise ConfigError(
+            "the file holds flags of MindSpeed-MM's Megatron backend",
+            where=str(root.value[_FLAGS].key),
+            key=_FLAGS,
+            way_out="Train by its entry: torchrun pretrain_transformers.py FILE, or write it as a configuration: "
+            "mm config --from-flags FILE.",
+        )
     own_keys = own_model_keys(root, plugin_keys)
     settle_keys(root, notes, own_keys)
     for override in overrides:
@@ -278,8 +288,8 @@ def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
     """The text, its tree, and what is wrong with the text."""
     if isinstance(given, Path):
         text = read_config_text(given)
-        document = parse_kept_yaml(text, str(given))
-        return text, clone(document.root), list(document.problems)
+        document = parse_yaml(text, str(given))
+        return text, document.root, document.problems
     if isinstance(given, Node):
         return dump_with_origins(plain(given), {}), clone(given), []
     sections = to_plain(given)

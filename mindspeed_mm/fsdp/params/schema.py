@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.other_tools import keys_with_value, suggested_keys
 from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
 from mindspeed_mm.fsdp.params.value_types import show
-from mindspeed_mm.fsdp.params.yaml.key_renames import ALIASES, MEANINGLESS
+from mindspeed_mm.fsdp.params.yaml.key_renames import ALIASES, MEANINGLESS, SWITCHES
 
 _TYPE_NAMES = {
     bool: "true or false",
@@ -66,6 +66,10 @@ def _way_to(key: str) -> str:
     moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
     if moved:
         return f"It is {moved}."
+    for old, new, meanings in SWITCHES:
+        if old == key:
+            both = (f"{_as_written(value)} as {new}: {_as_written(meant)}" for value, meant in meanings.items())
+            return f"It is read: {', '.join(both)}."
     last = key.rpartition(".")[2]
     if meant := suggested_keys().get(last):
         return f"It is {meant} here."

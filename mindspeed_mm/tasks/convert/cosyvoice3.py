@@ -29,9 +29,10 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.reading import pt_tensors
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
-from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.errors import ModelFolderError, UsageError, first_names
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.terminal import say
+from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.processor import load_processor
 
 HEAD, EMBEDDING = "llm.model.lm_head.weight", "llm.model.model.embed_tokens.weight"
@@ -128,14 +129,18 @@ def _check_names(tensors: Mapping[str, LazyTensor], where: Path) -> None:
 
 
 def _check_sound(files: Mapping[str, Path], release: Path) -> None:
-    """Report what is missing to speak.
+    """Report what is missing to speak, and weights that are not finite.
 
     Raises:
         CheckpointError: A file is broken, which a copy would be as well.
     """
     for name in (FLOW, VOCODER, SAVED_VOICES):
         if name in files:
-            load_weights(files[name])
+            content = load_weights(files[name])
+            tensors = content.items() if isinstance(content, dict) else ()
+            bad = [key for key, each in tensors if isinstance(each, torch.Tensor) and not is_finite(each)]
+            if bad:
+                say(f"warning: NaN or infinity in {first_names(bad)} of {files[name]}", err=True)
         elif name != SAVED_VOICES:
             say(f"note: {release} has no file {name}: the folder can be trained, and does not speak", err=True)
 

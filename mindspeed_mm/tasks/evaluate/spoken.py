@@ -68,7 +68,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     source, recogniser = resolve_model(request.folder), resolve_model(hears)
     out = request.out or results_folder(source.run, source.folder)
     check_evaluation_folder(out)
-    voice = load_voice(source.folder, rows_view(source, request.config).of_people())
+    voice = load_voice(source.folder, rows_view(source, request.config).of_people(), "--recogniser")
     most = request.max_new_tokens or voice.usual_tokens
     lines, unread = read_lines(data, request.media_dir or data.parent, most)
     _check_hearing(recogniser.folder, rows_view(recogniser))

@@ -14,7 +14,7 @@ from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
-from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
 from mindspeed_mm.tasks.export.card_usage import Usage, usage_of
 from mindspeed_mm.tasks.export.contents import ContentKind
@@ -201,7 +201,7 @@ def _flat_config(run: RunFolder | None) -> dict[str, object]:
     if run is None or not run.resolved.exists():
         return {}
     try:
-        content = plain(parse_kept_yaml(read_config_text(run.resolved), str(run.resolved)).root)
+        content = plain(parse_yaml(read_config_text(run.resolved), str(run.resolved)).root)
     except ConfigError:
         return {}
     return _flat(content) if isinstance(content, dict) else {}

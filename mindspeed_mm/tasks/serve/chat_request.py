@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.core.errors import DataError, MachineError, MMError
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of
@@ -116,6 +116,8 @@ def _grammar(asked: ResponseFormat | None) -> str | None:
         schema = asked.json_schema.schema_
     try:
         return json_grammar(schema)
+    except MachineError as error:
+        raise RefusedError.of(error, param="response_format") from error
     except MMError as error:
         problem = error.problems[0]
         message = f"'response_format': {problem.what.rstrip('.')}. {problem.way_out}"

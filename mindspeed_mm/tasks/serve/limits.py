@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.request import Request, option
 
 _LONGEST_MESSAGE = 300
@@ -37,8 +37,9 @@ class RefusedError(Exception):
 
     @classmethod
     def of(cls, error: MMError, param: str | None = None) -> RefusedError:
-        """From an error of the package. Its way out speaks to who runs the server, and is left out; so does a key of
-        a YAML, in whose place stands the field of the request, or the option of `mm serve`, that says the same.
+        """From an error of the package. Status 400: the request is wrong. The way out is for the operator and is left
+        out; a key of a YAML is replaced by the field of the request, or the option of `mm serve`, for the same setting.
+        Status 501: the server lacks something, such as a package, and the message says how to add it.
 
         Args:
             error: Of the package.
@@ -48,12 +49,16 @@ class RefusedError(Exception):
         key = re.sub(r"^message (\d+)", r"messages[\1]", problem.key)
         if key.startswith(_YAML_SECTION):
             key = _SAID_BY.get(key.rpartition(".")[2], "")
-        return cls(400, problem.what.rstrip(".") + ".", param=param or key or None, code="invalid_value")
+        what, named = problem.what.rstrip(".") + ".", param or key or None
+        if isinstance(error, MachineError | ModelFolderError):
+            return cls(501, f"{what} {problem.way_out}", param=named, code="unavailable")
+        return cls(400, what, param=named, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
         """Return the error in the form of OpenAI's errors, as the JSON body of a response."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = kinds.get(self.status, usual)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

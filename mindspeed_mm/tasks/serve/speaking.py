@@ -12,13 +12,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import MachineError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob
 from mindspeed_mm.fsdp.utils.media_files import SoundKind, sound_bytes
 from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
+from mindspeed_mm.tasks.serve.failing import failure_of
 from mindspeed_mm.tasks.serve.fields import RequestFields, read_fields, refuse_unsupported
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
@@ -96,8 +96,6 @@ class SpeechRoutes:
                 raise RefusedError(503, "the server is ending.", code="ending") from error
             try:
                 said = await result_of(future, request, gone.set)
-            except NotFiniteError:
-                raise
             except MMError as error:
                 raise _refused(error) from error
             kind = fields.response_format
@@ -154,9 +152,11 @@ class SpeechRoutes:
 
 
 def _refused(error: MMError) -> RefusedError:
-    """The answer to a request that the model cannot do; which voices there are is for clients to know."""
+    """The answer to a request that the model or the server cannot do; clients may know which voices there are."""
     problem = error.problems[0]
     param = _FIELD_OF.get(problem.key, problem.key)
+    if isinstance(error, MachineError | ModelFolderError):
+        return failure_of(error, param)
     message = problem.what.rstrip(".") + "."
     if param == "voice" and "--" not in problem.way_out:
         message = f"{message} {problem.way_out}"

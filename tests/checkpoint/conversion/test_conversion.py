@@ -73,6 +73,28 @@ def test_two_files_hold_each_tensor_once_and_the_manifest_knows_their_sums(sourc
     assert (target / "a.json").read_text() == "{}"
 
 
+def test_tensors_that_are_not_finite_are_reported(tmp_path: Path) -> None:
+    """By whatever file they are written, in every type that has NaN or infinity; what is finite is not named."""
+    bad = {
+        "nan": torch.tensor([0.0, torch.nan]),
+        "infinite": torch.tensor([[1.0], [-torch.inf]]).bfloat16(),
+        "eight bits": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn),
+    }
+    good = TENSORS | {"eight finite bits": torch.ones(2).to(torch.float8_e5m2), "empty": torch.zeros(0)}
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(bad | good, source / "model.safetensors")
+    with open_weights(source) as stored:
+        ledger = SourceLedger(stored, source)
+        tensors = dict(ledger.tensors)
+        own = {key: tensors.pop(key) for key in ("nan", "up")}
+        files = {"a.pt": PtFile({"": own}), "b.safetensors": SafetensorsFile(tensors)}
+        done = convert(Conversion([source], [ledger], files, {}), tmp_path / "target")
+    assert sorted(done.not_finite) == sorted(bad)
+    (line,) = [line for line in done.lines() if "NaN" in line]
+    assert line.startswith("warning: NaN or infinity in nan, ") and "undamaged copy" in line
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

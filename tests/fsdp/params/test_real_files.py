@@ -42,6 +42,48 @@ def test_older_vision_file() -> None:
     assert unbuilt_features(arguments) == []
 
 
+def test_a_switch_for_the_kernel_of_delta_nets() -> None:
+    config = load("qwen3_5_moe_older")
+    assert config.arguments.model.gdn_implementation == "triton"
+    assert config.arguments.data.dataset_param.basic_parameters.packing is False
+    warned = "\n".join(config.warnings)
+    assert "qwen3_5_moe_older.yaml:27:3  parallel.moe_impl_type  has no effect" in warned
+    assert "training.lora.save_mode  has no effect" in warned and "use_triton_gdn" not in warned
+    assert unbuilt_features(config.arguments) == []
+
+    def changed(*words: str) -> str | None:
+        return load_config(FILES / "qwen3_5_moe_older.yaml", words).arguments.model.gdn_implementation
+
+    assert changed("model.use_triton_gdn=false") == "eager" and changed("model.use_triton_gdn=yes") == "triton"
+    assert changed("model.gdn_implementation=ascendc") == "ascendc"
+    for words, says in (("maybe", "'maybe' is not true or false"), ("[1]", "[1] is not true or false")):
+        with pytest.raises(ConfigError) as caught:
+            changed(f"model.use_triton_gdn={words}")
+        assert [(each.key, each.what) for each in caught.value.problems] == [("model.use_triton_gdn", says)]
+
+
+def test_a_switch_and_the_key_it_stands_for_may_not_disagree(tmp_path: Path) -> None:
+    text = (FILES / "qwen3_5_moe_older.yaml").read_text()
+    path = tmp_path / "both.yaml"
+    for old, new in (
+        ("use_triton_gdn: true", "use_triton_gdn: true\n  gdn_implementation: eager"),
+        ("packing: false}", "packing: true}"),
+    ):
+        path.write_text(text.replace(old, new).replace("cutoff_len: 1024", "cutoff_len: 1024\n      packing: false"))
+        with pytest.raises(ConfigError, match="They are the same setting"):
+            load_config(path)
+    path.write_text(text.replace("use_triton_gdn: true", "use_triton_gdn: true\n  gdn_implementation: triton"))
+    assert load_config(path).arguments.model.gdn_implementation == "triton"
+
+
+def test_a_file_of_flags_is_not_read_as_a_configuration(tmp_path: Path) -> None:
+    """Its flags would be left out without a word."""
+    path = tmp_path / "run.yaml"
+    path.write_text("gpt_args: {lr: 1.0e-5, micro_batch_size: &ROWS 4}\nmodel: {freeze: []}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:1:1  gpt_args(.|\n)*--from-flags"):
+        load_config(path)
+
+
 def test_generative_file_keeps_what_only_its_plugin_knows() -> None:
     config = load("ltx2")
     arguments = config.arguments

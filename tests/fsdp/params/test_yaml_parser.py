@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.yaml import parser
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import find, place_of, plain
 
@@ -42,6 +43,23 @@ def value_of(text: str) -> Any:
 )
 def test_scalars_are_yaml_1_2(text: str, value: Any) -> None:
     assert value_of(f"a: {text}\n") == {"a": value}
+
+
+def test_a_text_is_parsed_once_and_each_tree_belongs_to_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    events = parser._events
+    monkeypatch.setattr(parser, "_events", lambda text: parsed.append(text) or events(text))
+    text = "a: &own {b: [1, 2]}\nc: *own\nd: {<<: *own}\nd: 3 # only once\n"
+    one, other = (parse_yaml(text, "run.yaml") for _ in range(2))
+    assert len(parsed) == 1 and one.root == other.root and one.problems == other.problems != []
+    one.root.value["a"].node.value["b"].node.value.clear()
+    one.problems.clear()
+    assert plain(one.root)["c"] == plain(other.root)["a"] == {"b": [1, 2]} and other.problems != []
+    assert parse_yaml(text, "other.yaml").root.place.source == "other.yaml"
+    long = "a: 1\n#" + "x" * (1 << 16)
+    for _ in range(2):
+        parse_yaml(long, "run.yaml")
+    assert len(parsed) == 4
 
 
 def test_tabs_that_do_not_indent_are_white_space() -> None:

@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, naming_of
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _COMPARED_BYTES = 64 * 2**20
@@ -317,10 +318,10 @@ def _copy(
         filled[name] = key
         packing = packings.get(name)
         if packing is None:
-            is_finite = _copy_local(tensor, targets[name])
+            finite = _copy_local(tensor, targets[name])
         else:
-            is_finite = _pack_local(tensor, targets[name], packing)
-        if not is_finite:
+            finite = _pack_local(tensor, targets[name], packing)
+        if not finite:
             nonfinite.append(name)
     return nonfinite
 
@@ -332,7 +333,7 @@ def _copy_local(tensor: LazyTensor, target: torch.Tensor) -> bool:
     for piece, region in local_pieces(target):
         if piece.numel():
             tensor.copy_to(piece, region)
-            finite = finite and _is_finite(piece)
+            finite = finite and is_finite(piece)
     return finite
 
 
@@ -344,16 +345,9 @@ def _pack_local(tensor: LazyTensor, target: torch.Tensor, packing: QuantizedLayo
         numbers = torch.empty(rows[1], packing.inputs, device=piece.device)
         tensor.copy_to(numbers, (rows, (0, packing.inputs)))
         if numbers.numel():
-            finite = finite and _is_finite(numbers)
+            finite = finite and is_finite(numbers)
             piece.copy_(packing.pack(numbers))
     return finite
-
-
-def _is_finite(piece: torch.Tensor) -> bool:
-    if not piece.is_floating_point():
-        return True
-    low, high = piece.aminmax()  # one pass without a copy; NaN goes through
-    return bool(low.isfinite() & high.isfinite())
 
 
 @torch.no_grad()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.tools_args import StaticProfile
-from mindspeed_mm.fsdp.params.value_types import show
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, as_node, find, merge, nest, plain, take
+from mindspeed_mm.fsdp.params.value_types import Flag, show
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, merge, nest, plain, take
+
+_DATASETS = ("data.dataset_param", "data.val_dataset_param")
 
 ALIASES: tuple[tuple[str, str], ...] = (
     ("tools.profiler", "tools.profile"),
@@ -36,6 +40,14 @@ ALIASES: tuple[tuple[str, str], ...] = (
 )
 """(other name, name here), applied from top to bottom without a word."""
 
+SWITCHES: tuple[tuple[str, str, Mapping[bool, Any]], ...] = (
+    ("model.use_triton_gdn", "model.gdn_implementation", {True: "triton", False: "eager"}),
+    *((f"{rows}.attr.packing", f"{rows}.basic_parameters.packing", {True: True}) for rows in _DATASETS),
+    *((f"{rows}.attr.pretrain", f"{rows}.basic_parameters.stage", {True: "pretrain"}) for rows in _DATASETS),
+)
+"""(switch of older files, key here, what the switch says there), applied without a word; a value that is not listed
+leaves the key as it is."""
+
 MISPLACED: tuple[tuple[str, str], ...] = tuple(
     (f"model.{name}", f"features.{name}") for name in FeatureArguments.model_fields
 )
@@ -48,6 +60,7 @@ MEANINGLESS: dict[str, str] = {
     "parallel.context_parallel_size": "ulysses_parallel_size and ring_attention_size split a sequence over ranks",
     "parallel.pregather": "the switch is parallel.fsdp_plan.pregather",
     "parallel.expert_data_parallel_size": "it follows from the other sizes",
+    "parallel.moe_impl_type": "model.model_id chooses the model and its expert layers",
     "features.chunkloss_plan.impl_type": "there is one implementation of the chunked loss",
     "features.chunkloss_plan.vocab_tile_size": "there is one implementation of the chunked loss",
     "features.swap_plan": "features.enable_activation_offload moves activations to the host",
@@ -58,6 +71,7 @@ MEANINGLESS: dict[str, str] = {
     "training.load_checkpoint_path": "training.load names the checkpoint to start from",
     "training.save_steps": "training.save_interval counts the steps between checkpoints",
     "training.max_steps": "training.train_iters counts the steps",
+    "training.lora.save_mode": "checkpoints hold the adapters alone, and mm export --merge writes the whole model",
     "training.profile": "tools.profile switches the profiler on",
     "training.global_batch_size": "it is micro_batch_size × data ranks × gradient_accumulation_steps",
     "training.max_epochs": "training.train_epochs counts passes over the data",
@@ -70,8 +84,7 @@ MEANINGLESS: dict[str, str] = {
 """Keys of older files that are dropped with one warning each: key → what counts instead."""
 
 
-_OF_ATTR: tuple[tuple[str, str, Any], ...] = (("packing", "packing", True), ("pretrain", "stage", "pretrain"))
-"""Switch in `attr` of older files → the key of `basic_parameters` that it stands for, and its value."""
+_FLAG: TypeAdapter[Any] = TypeAdapter(Flag)
 
 OFF_WHEN_EMPTY = ("training.save", "training.load")
 """Paths that files switch off with an empty text."""
@@ -113,25 +126,35 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
             rename_key(root, old, new, notes)
     for old, new in ALIASES:
         rename_key(root, old, new, notes)
-    for dataset in ("data.dataset_param", "data.val_dataset_param"):
-        _settle_rows(root, dataset, notes)
+    for old, new, meanings in SWITCHES:
+        if old.removeprefix("model.") not in declared:
+            _settle_switch(root, old, new, meanings, notes)
+    for dataset in _DATASETS:
+        _refuse_token_ids(root, dataset, notes)
     # The last: it wins over the general switch, which has arrived from wherever it stood.
     if RECOMPUTE_SWITCH.removeprefix("model.") not in declared:
         _settle_recompute(root, notes)
 
 
-def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
-    """Switches of older files that say how rows are read."""
-    for name, key, value in _OF_ATTR:
-        entry = take(root, f"{dataset}.attr.{name}")
-        if entry is None or plain(entry.node) in (None, False):
-            continue
-        place = entry.node.place
-        if plain(entry.node) is True:
-            merge(root, nest(f"{dataset}.basic_parameters.{key}", MappingEntry(entry.key, as_node(value, place))))
-        else:
-            what = f"{show(plain(entry.node))} is not true or false"
-            notes.problems.append(Problem(what, str(place), f"{dataset}.attr.{name}"))
+def _settle_switch(root: Node, old: str, new: str, meanings: Mapping[bool, Any], notes: Notes) -> None:
+    """Say at one key what a switch of older files says at another."""
+    entry = find(root, old)
+    if entry is None or entry.node.value is None:
+        return
+    try:
+        is_on = _FLAG.validate_python(plain(entry.node))
+    except ValidationError as error:
+        notes.problems.append(Problem(error.errors()[0]["msg"], str(entry.node.place), old))
+        take(root, old)
+        return
+    if is_on in meanings:
+        entry.node.value = meanings[is_on]
+        rename_key(root, old, new, notes)
+    else:
+        take(root, old)
+
+
+def _refuse_token_ids(root: Node, dataset: str, notes: Notes) -> None:
     entry = take(root, f"{dataset}.basic_parameters.use_pmcc_data")
     if entry is not None and plain(entry.node) not in (None, False):
         notes.problems.append(

@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.params.value_types import Section, show
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, nest, plain
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, nest, plain
 
 COMMAND_LINE = "command line"
 """The place of everything that an override holds."""
@@ -31,7 +31,7 @@ def parse_override(override: str, notes: Notes) -> Node | None:
         notes.problems.append(Problem(message, COMMAND_LINE, way_out=hint))
         return None
     try:
-        node = clone(parse_yaml(value, COMMAND_LINE).root)
+        node = parse_yaml(value, COMMAND_LINE).root
     except ConfigError as error:
         notes.problems.append(Problem(error.problems[0].what, COMMAND_LINE, key, error.problems[0].way_out))
         return None

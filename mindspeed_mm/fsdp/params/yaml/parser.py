@@ -30,10 +30,12 @@ from ruamel.yaml.scanner import Scanner
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, clone
 
 MOST_DEPTH = 64
 MOST_NODES = 50_000
+_LONGEST_KEPT = 1 << 16
+"""Characters of a text whose tree is kept."""
 _CORE = "tag:yaml.org,2002:"
 _FLOATS = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 
@@ -48,7 +50,9 @@ class YamlDocument:
 
 
 def parse_yaml(text: str, source: str) -> YamlDocument:
-    """The tree of a text.
+    """The tree of a text, which belongs to the caller alone: nothing in it is shared, aliases are written out.
+
+    A command reads the same file several times, so the trees of short texts are kept.
 
     Args:
         text: YAML. Tabs are accepted wherever they do not indent.
@@ -58,6 +62,16 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
         ConfigError: Not YAML, more than one document, too deep, too large once aliases are written out, or a tag that
             asks for more than a plain value.
     """
+    document = _kept(text, source) if len(text) <= _LONGEST_KEPT else _parse(text, source)
+    return YamlDocument(clone(document.root), list(document.problems))
+
+
+@lru_cache(maxsize=128)  # the cards of all models, and a run's files
+def _kept(text: str, source: str) -> YamlDocument:
+    return _parse(text, source)
+
+
+def _parse(text: str, source: str) -> YamlDocument:
     lines = []
     for line in text.split("\n"):
         has_other_blanks = line.rstrip() != line.rstrip(" \r\n")
@@ -68,13 +82,6 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
         raise _not_yaml(error, lines, source) from None
     except YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=source) from None
-
-
-@lru_cache(maxsize=4)
-def parse_kept_yaml(text: str, source: str) -> YamlDocument:
-    """`parse_yaml` for those who change nothing in the tree: a start reads the same file several times, and a resolved
-    configuration takes a twentieth of a second."""
-    return parse_yaml(text, source)
 
 
 class _Scanner(Scanner):

@@ -71,7 +71,7 @@ def clone(node: Node) -> Node:
         value = {name: MappingEntry(entry.key, clone(entry.node)) for name, entry in value.items()}
     elif isinstance(value, list):
         value = [clone(item) for item in value]
-    return Node(value, node.place, node.size, node.depth, node.anchored)
+    return Node(value, node.place, node.size, node.depth, node.anchored, node.end)
 
 
 def find(root: Node, key: str) -> MappingEntry | None:

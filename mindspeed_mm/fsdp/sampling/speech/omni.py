@@ -6,7 +6,7 @@ model is then held to them, and gives the voice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from mindspeed_mm.fsdp.utils.device import current_device
 
 _USUAL_NAME = "ethan"
 """That of transformers' `generate`."""
+_LEAST = 2
+"""Tokens that `generate` needs of each part: the codes of a frame are computed with the next one."""
 _READ_ALOUD = "Read this text aloud, word by word: "
 
 
@@ -88,9 +90,14 @@ class OmniVoice(AnsweringVoice):
         question = self.thinker.encode(ask(f"{_READ_ALOUD}{job.text}", ()).sample, loader)
         tokens = Tokens(self.thinker.tokenizer, of_processor=False)
         words, _ = tokens.encode(tokens.protect(job.text), ())
-        finished = len(words) <= job.sampling.max_new_tokens
+        is_whole = len(words) <= job.sampling.max_new_tokens
         ids = [*words[: job.sampling.max_new_tokens].tolist(), self.thinker.end_ids[0]]
-        return self._spoken(question, ids, job.name, job.sampling.seed, _of_talker(job.sampling)), finished
+        settings = _of_talker(job.sampling) | {
+            "thinker_stopping_criteria": [_ended_by(job.is_given_up, len(question.input_ids) + _LEAST)],
+            "talker_stopping_criteria": [_ended_by(job.is_given_up, _LEAST)],
+        }
+        samples = self._spoken(question, ids, job.name, job.sampling.seed, settings)
+        return samples, is_whole and not job.is_given_up()
 
     def _spoken(
         self,
@@ -98,9 +105,9 @@ class OmniVoice(AnsweringVoice):
         ids: Sequence[int],
         voice: str | None,
         seed: int | None,
-        talker: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Samples (N,) of an answer with these tokens; `talker`: how its codes are chosen, where not as usual."""
+        """Samples (N,) of an answer with these tokens; `settings`: further ones of `generate`."""
         inputs = in_dtype_of(self.model, move_to(self._encoder.collate([question]), self.model.device))
         asked = len(question.input_ids)
 
@@ -117,10 +124,20 @@ class OmniVoice(AnsweringVoice):
                 thinker_max_new_tokens=len(ids),
                 thinker_eos_token_id=list(self.thinker.end_ids),
                 thinker_prefix_allowed_tokens_fn=only_its_words,
-                **(talker or {}),
+                **(settings or {}),
             )
         samples: np.ndarray = waves.reshape(-1).float().cpu().numpy()
         return samples
+
+
+def _ended_by(is_given_up: Callable[[], bool], least: int) -> Callable[..., torch.Tensor]:
+    """A stopping criterion of transformers, asked after each token: ends at `least` tokens or more."""
+
+    def ends(ids_BL: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+        is_over = ids_BL.shape[1] >= least and is_given_up()
+        return torch.full((len(ids_BL),), is_over, device=ids_BL.device)
+
+    return ends
 
 
 def _of_talker(sampling: Sampling) -> dict[str, Any]:

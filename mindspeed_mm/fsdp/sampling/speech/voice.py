@@ -278,12 +278,13 @@ def is_speaker(folder: Path) -> bool:
     return found is not None and not issubclass(found, AnsweringVoice)
 
 
-def load_voice(folder: Path, view: RowsView | None = None) -> Voice:
+def load_voice(folder: Path, view: RowsView | None = None, key: str = "--speak") -> Voice:
     """The model of a folder that speaks, on this process's device.
 
     Args:
         folder: A model folder.
         view: How rows were shown to it, where it answers.
+        key: What asks for speech, for messages.
 
     Raises:
         UsageError: It does not speak.
@@ -291,6 +292,7 @@ def load_voice(folder: Path, view: RowsView | None = None) -> Voice:
     """
     found = voice_class(folder)
     if found is None:
-        way_out = "Name a folder of a family that speaks (`mm models` lists them), or leave it out."
-        raise UsageError("the model does not speak", where=str(folder), key="--speak", way_out=way_out)
+        what = "the model answers in words, and does not speak"
+        way_out = f"Leave out {key}, or name a folder of a family that speaks (`mm models` lists them)."
+        raise UsageError(what, where=str(folder), key=key, way_out=way_out)
     return found(folder, view)

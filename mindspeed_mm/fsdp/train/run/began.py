@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.origins import UNSET, Origin, leaves, read_defaults
-from mindspeed_mm.fsdp.params.yaml.parser import parse_kept_yaml
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
 from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
 
@@ -37,7 +37,7 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
     if resolved is None:
         return config
     text = read_config_text(resolved)
-    root = plain(parse_kept_yaml(text, str(resolved)).root)
+    root = plain(parse_yaml(text, str(resolved)).root)
     began = dict(leaves(root)) if isinstance(root, dict) else {}
     tree, origins = resolved_dict(config), dict(config.origins)
     now = dict(leaves(tree))

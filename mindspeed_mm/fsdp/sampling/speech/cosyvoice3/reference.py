@@ -112,14 +112,12 @@ class Listener:
         try:
             import onnxruntime  # an extra
         except ImportError as error:
-            way_out = (
-                "Install the extra: pip install 'mindspeed-mm[speech]'. Or name a voice that was saved: --speaker."
-            )
+            way_out = "Install the extra: pip install 'mindspeed-mm[speech]'. A saved voice needs no recording."
             raise MachineError("the package onnxruntime is not installed", key="--audio", way_out=way_out) from error
         path = self._folder / name
         if not path.is_file():
-            way_out = "Copy it from the model's release. Or name a saved voice: --speaker."
-            raise ModelFolderError("does not exist", where=str(path), key="--audio", way_out=way_out)
+            way_out = "Copy it from the model's release. A saved voice needs no recording."
+            raise ModelFolderError(f"has no file {name}", where=str(self._folder), key="--audio", way_out=way_out)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
@@ -130,8 +128,8 @@ class Listener:
 
     def _bad_file(self, name: str, error: Exception) -> ModelFolderError:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        what = f"cannot be run: {first_line:.200}"
-        return ModelFolderError(what, where=str(self._folder / name), way_out="Copy it from the model's release again.")
+        what, way_out = f"{name} cannot be run: {first_line:.200}", "Copy it from the model's release again."
+        return ModelFolderError(what, where=str(self._folder), key="--audio", way_out=way_out)
 
     def saved(self) -> dict[str, Guide]:
         """The voices of `spk2info.pt`, by name; none where the folder has no such file.
