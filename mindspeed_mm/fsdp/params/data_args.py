@@ -41,6 +41,10 @@ ToolFormat = Literal[
 """LLaMA-Factory's names."""
 
 
+CAPTIONS_OF_LISTS = ("prompts.txt", "prompt.txt", "captions.txt")
+"""Files of captions that are read beside a .txt file of paths alone, line by line. For generators only."""
+
+
 class DatasetAttr(Section):
     """Where a row keeps what: columns, and the tags inside a message."""
 

@@ -188,6 +188,8 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
     names = texts(value)
+    if draft.tool.name == "trl" and isinstance(value, list) and any(str(each).endswith(",") for each in value):
+        draft.note(key_of(row), "TRL takes the commas for parts of the names, and adapts only names without one")
     if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():
         names = [_OF_WAN.get(name, name) for name in names]
     if not names or set(names) <= {

@@ -66,8 +66,7 @@ def _of_hub(draft: PeerSetup, entry: dict[str, Any]) -> Any:
 
 def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     """The data sets of LLaMA-Factory's YAML: name → path, source, size and weight (v1/core/data_engine.py)."""
-    beside = [folder / name for folder in (Path(), draft.given.folder, *draft.given.folder.resolve().parents)]
-    path = next((each for each in beside if each.is_file()), None)
+    path = draft.file_of(name)
     if path is None:
         return no(f"{name} is not here: list its files in basic_parameters.dataset")
     entries: list[Any] = []
@@ -144,7 +143,7 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """ms-swift's system prompt, or the text file that holds it."""
     text = str(value)
     if text.endswith(".txt"):
-        file = next((each for each in (Path(text), draft.given.folder / text) if each.is_file()), None)
+        file = draft.file_of(text)
         if file is None:
             return no(f"{text} is not here: write its text into basic_parameters.default_system")
         text = read_config_text(file).strip()

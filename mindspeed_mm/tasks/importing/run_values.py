@@ -193,11 +193,11 @@ def scheduler_kwargs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             value = parse_json(value.encode())
         except ValueError:
             value = {}
-    rate = float(draft.get("learning_rate", 5e-5))
+    rate = float(draft.out.get("training.lr", 5e-5))
     if isinstance(value, dict) and "min_lr" in value:
         return {"training.lr_min": float(value["min_lr"])}
     if isinstance(value, dict) and "min_lr_rate" in value:
-        return {"training.lr_min": rate * float(value["min_lr_rate"])}
+        return {"training.lr_min": float(f"{rate * float(value['min_lr_rate']):.6g}")}
     return no("training.lr_min, lr_decay_ratio and lr_wsd_style shape the schedule")
 
 
@@ -221,7 +221,7 @@ def warmup(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":min_lr_ratio")
 def min_lr_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The lowest rate as a share of the highest."""
-    return {"training.lr_min": float(draft.get("learning_rate", 0)) * float(value)}
+    return {"training.lr_min": float(f"{float(draft.out.get('training.lr', 0)) * float(value):.6g}")}
 
 
 @conversion(":constant_ratio")
@@ -383,8 +383,9 @@ def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @default_of("drop_last")
 def drop_last(draft: PeerSetup) -> bool | None:
-    """transformers' Trainer trains on every row of an epoch; prompts of GRPO come in whole groups."""
-    return None if draft.method == "grpo" else False
+    """transformers' Trainer trains on every row of an epoch, LLaMA-Factory's version 1 and Megatron do not; prompts of
+    GRPO come in whole groups."""
+    return None if draft.method == "grpo" or draft.is_second_program else False
 
 
 @default_of("warmup_of_axolotl")
