@@ -24,7 +24,7 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
     texts,
 )
-from mindspeed_mm.tasks.importing.generator_adapters import family_of
+from mindspeed_mm.tasks.importing.generator_adapters import family_of, script_of
 
 
 @conversion(":di_dataset")
@@ -77,6 +77,20 @@ def di_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if any(map(draft.has, ("aspect_ratio_buckets", "height", "height_buckets"))):
         return {}
     return {f"{MEDIA}.height": int(value), f"{MEDIA}.width": int(value)}
+
+
+def _register_size_of_cogvideox(name: str, size: int) -> None:
+    default_of(f"{name}_of_cogvideox")(lambda draft: size if "cogvideox" in script_of(draft) else None)
+
+
+for _name, _size in (("height", 480), ("width", 720), ("frames", 49), ("fps", 8)):
+    _register_size_of_cogvideox(_name, _size)
+
+
+@default_of("resolution_of_diffusers")
+def resolution_of_diffusers(draft: PeerSetup) -> int | None:
+    """A square of 512, but in the scripts of CogVideoX, which have height, width, frames and rate."""
+    return None if "cogvideox" in script_of(draft) else 512
 
 
 @conversion(":aspect_buckets")

@@ -202,7 +202,7 @@ def ko_timesteps_default(draft: PeerSetup) -> str | None:
 
 
 def _usual_shift(draft: PeerSetup) -> float:
-    """`discrete_flow_shift` unless it is given: 1 in musubi-tuner, in kohya's scripts 6 for Lumina 2 and 3 for FLUX.1."""
+    """`discrete_flow_shift` unless it is given: 1 in musubi-tuner; 6 for Lumina 2 and 3 for FLUX.1 in kohya's."""
     if draft.tool.name == "musubi":
         return 1.0
     return 6.0 if family_of(draft) == "lumina2" else 3.0

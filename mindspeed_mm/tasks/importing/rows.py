@@ -153,14 +153,15 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":loss_scale")
 def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What of a conversation is trained on."""
-    word = str(value)
-    if word in ("default", "react", "ignore_empty_think", "default+ignore_empty_think"):
-        return {}
-    if word == "all":
-        return {f"{BASIC}.train_on_prompt": True}
-    if word.startswith("last_round"):
-        return {f"{BASIC}.mask_history": True}
-    return no("mark turns of rows with weight: 0, or set basic_parameters.mask_history")
+    of_turns = {"default": {}, "all": {f"{BASIC}.train_on_prompt": True}, "last_round": {f"{BASIC}.mask_history": True}}
+    names = str(value).split("+")
+    found = {key: each for name in names for key, each in of_turns.get(name, {}).items()}
+    others = [name for name in names if name not in of_turns and name != "ignore_empty_think"]
+    if not others:
+        return found
+    for key, each in found.items():
+        draft.put(key, each, "loss_scale")
+    return no(f"{others[0]}: some texts of an answer count more than others there; all of its tokens count alike here")
 
 
 @conversion(":trl_answers")
