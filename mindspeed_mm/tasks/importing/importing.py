@@ -229,6 +229,8 @@ def _take(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outc
     for key, value in outcome.items():
         if isinstance(value, str) and _WINDOWS.match(value) and not _NO_PATH.search(key):
             draft.note(key, "a path of Windows: write it as this machine has it")
+        if ".toml:" in setting.where and draft.out.get(key, value) != value and isinstance(value, int | float | str):
+            draft.note(key, f"{draft.out[key]} and {value} there, by data set: one for all here")
         draft.put(key, value)
     note = row.note if row is not None else ""
     ours = tuple(outcome) or ((row.ours,) if row is not None and row.ours else ())

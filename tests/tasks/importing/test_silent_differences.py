@@ -239,6 +239,9 @@ def test_data_sets_of_kohya_that_validate_or_have_batches_of_their_own() -> None
     assert found.values[DATASET] == [{"path": "a"}, {"path": "c"}]
     assert found.values[VAL_DATASET] == [{"path": "b"}] and f"{BASIC}.val_rate" not in found.values
     assert found.values["training.micro_batch_size"] == 2 and "4, 2" in found.comments["training.micro_batch_size"]
+    tags = "[general]\nkeep_tokens = 1\n[[datasets]]\nkeep_tokens = 2\n[[datasets.subsets]]\nimage_dir = 'a'\n"
+    kept = imported(KOHYA.format("flux", "flux") + "--dataset_config f.toml", f__toml=tags)
+    assert "1 and 2 there" in kept.comments[f"{BASIC}.keep_tags"]
     share = "[[datasets]]\nvalidation_split = 0.1\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     assert values(KOHYA.format("flux", "flux") + "--dataset_config e.toml", e__toml=share)[f"{BASIC}.val_rate"] == 0.1
 
