@@ -187,7 +187,7 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {}  # all linear layers of the language model, in a regular expression
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
-    names = texts(value)
+    names = [name for each in texts(value) if (name := each.strip(", "))]  # `q_proj, v_proj` of a command
     if draft.tool.name == "trl" and isinstance(value, list) and any(str(each).endswith(",") for each in value):
         draft.note(key_of(row), "TRL takes the commas for parts of the names, and adapts only names without one")
     if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():

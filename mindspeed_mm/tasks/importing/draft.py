@@ -275,8 +275,7 @@ def is_on(value: Any) -> bool:
 
 
 def texts(value: Any) -> list[str]:
-    """A list of words: a list, or a text with commas or blanks between them; commas behind the words of a command
-    (`q_proj, v_proj`) are no part of them."""
+    """A list of words: a list, or a text with commas or blanks between them."""
     if isinstance(value, list | tuple):
-        return [word for each in value if (word := str(each).strip(", "))]
+        return [str(each) for each in value]
     return [each for each in re.split(r"[,\s]+", str(value).strip("[]")) if each]

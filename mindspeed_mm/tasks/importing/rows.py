@@ -15,6 +15,7 @@ from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     DATASET,
+    MODEL,
     Outcome,
     PeerSetup,
     conversion,
@@ -28,6 +29,8 @@ from mindspeed_mm.tasks.importing.draft import (
 from mindspeed_mm.tasks.importing.given import read_file
 from mindspeed_mm.tasks.importing.run_values import first_columns, is_of_trl
 
+_HYBRID = re.compile(r"(?i)qwen3-(0\.6|1\.7|4|8|14|32|30|235)b(-a\d+b)?$|qwen3\.[5-9]|glm-4\.[5-7](?!v)|deepseek-v3\.1")
+"""Name of a model that thinks or does not, as its prompt says."""
 _REASONING = re.compile(
     r"^(qwen3|qwen3_vl|qwen3_5|qwen3_6|glm4_moe|glm4v|hunyuan|deepseekr1|ernie|intern_s1|seed_oss|gpt)(?!.*no_?think)"
 )
@@ -155,13 +158,29 @@ def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What of a conversation is trained on."""
     of_turns = {"default": {}, "all": {f"{BASIC}.train_on_prompt": True}, "last_round": {f"{BASIC}.mask_history": True}}
     names = str(value).split("+")
+    if "ignore_empty_think" not in names and _can_do_both(draft):
+        names.append("ignore_empty_think")
+    of_turns["ignore_empty_think"] = {f"{BASIC}.mask_empty_thoughts": True}
     found = {key: each for name in names for key, each in of_turns.get(name, {}).items()}
-    others = [name for name in names if name not in of_turns and name != "ignore_empty_think"]
-    if not others:
-        return found
-    for key, each in found.items():
-        draft.put(key, each, "loss_scale")
-    return no(f"{others[0]}: some texts of an answer count more than others there; all of its tokens count alike here")
+    if others := [name for name in names if name not in of_turns]:
+        draft.out |= found
+        what = f"{others[0]}: some texts of an answer count more than others there"
+        return no(f"{what}; all of its tokens count alike here")
+    return found
+
+
+def _can_do_both(draft: PeerSetup) -> bool:
+    """Whether the model thinks or does not, as it is told: ms-swift leaves its empty thoughts out of the loss
+    (TemplateArguments._set_loss_scale)."""
+    if is_on(draft.get("disable_ignore_empty_think", False)) or draft.method not in ("sft", "dpo"):
+        return False
+    folder = Path(str(draft.out.get(MODEL, draft.model_name)))
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            if "chat_template" in name or "chat_template" in text:
+                return "enable_thinking" in text
+    return bool(_HYBRID.search(draft.model_name))
 
 
 @conversion(":trl_answers")

@@ -142,7 +142,7 @@ def test_samples_of_ms_swift_are_as_long_as_the_model_takes() -> None:
 @pytest.mark.parametrize(
     ("scale", "key", "is_told"),
     [
-        ("default+ignore_empty_think", None, False),
+        ("default+ignore_empty_think", f"{BASIC}.mask_empty_thoughts", False),
         ("react", None, True),
         ("last_round+hermes", f"{BASIC}.mask_history", True),
         ("all", f"{BASIC}.train_on_prompt", False),
@@ -152,6 +152,18 @@ def test_texts_that_count_more_are_told(scale: str, key: str | None, is_told: bo
     command = f"swift sft --model m --dataset d.jsonl --loss_scale {scale}"
     assert ("loss_scale" in unsupported(command)) is is_told
     assert key is None or values(command)[key] is True
+
+
+def test_empty_thoughts_of_models_that_can_do_both() -> None:
+    key = f"{BASIC}.mask_empty_thoughts"
+    command = "swift sft --dataset d.jsonl --model {}"
+    assert values(command.format("Qwen/Qwen3-8B"))[key] is True
+    assert key not in values(command.format("Qwen/Qwen3-4B-Instruct-2507"))
+    assert key not in values(command.format("Qwen/Qwen3-8B --disable_ignore_empty_think true"))
+    folder("m", model_type="qwen3")
+    assert key not in values(command.format("m"))
+    (Path("m") / "chat_template.jinja").write_text("{% if enable_thinking is false %}{% endif %}")
+    assert values(command.format("m"))[key] is True
 
 
 # --- axolotl and TRL --------------------------------------------------------------------------------------------------

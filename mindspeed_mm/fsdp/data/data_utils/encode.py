@@ -6,6 +6,7 @@ placeholder tokens are replaced by the tokens of their media afterwards, so noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -38,6 +39,7 @@ from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
 
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
 
@@ -48,6 +50,7 @@ class EncodeOptions:
     cutoff_len: int
     train_on_prompt: bool = False
     mask_history: bool = False
+    mask_empty_thoughts: bool = False
     truncation: Literal["drop", "shrink", "error"] = "drop"
     train_media: bool = False
     """Placeholders of media in trained turns are trained, too: the model says them, as tokens."""
@@ -379,6 +382,9 @@ class SampleEncoder:
         for span, weight in zip(spans, compress(weights, is_told_apart), strict=True):
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
+        for thought in _empty_thoughts(text, spans) if self._options.mask_empty_thoughts else ():
+            first, last = token_span(encoding, placed.moved(thought))
+            counts[first:last] = 0
         ids = np.array(encoding.ids, dtype=np.int64)
         places = self._places.token_places(placed, encoding)
         ids, counts, media_spans = _with_media(ids, counts, places, trained=self._options.train_media)
@@ -486,6 +492,12 @@ def _count_media(sample: Sample, end: int) -> int:
 
 def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:
     return sum(size.patches for size in sizes[: _count_media(sample, end)])
+
+
+def _empty_thoughts(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Where turns begin with a thought that says nothing."""
+    found = (_EMPTY_THOUGHT.match(text, start, end) for start, end in spans)
+    return [match.span() for match in found if match]
 
 
 def _with_media(

@@ -266,7 +266,12 @@ class Qwen2VLDataset(MMDataset):
             plugin=self.plugin,
             media=self.media,
             options=EncodeOptions(
-                basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.truncation, self.train_media
+                basic.cutoff_len,
+                basic.train_on_prompt,
+                basic.mask_history,
+                basic.mask_empty_thoughts,
+                basic.truncation,
+                self.train_media,
             ),
         )
 
@@ -305,7 +310,7 @@ class Qwen2VLDataset(MMDataset):
         raise first
 
 
-_ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system")
+_ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system", "mask_empty_thoughts")
 """Keys that older runs did not have: unset, they are no part of what is compared."""
 _SHAPING_BASIC = {
     "template",
@@ -315,6 +320,7 @@ _SHAPING_BASIC = {
     "cutoff_len",
     "train_on_prompt",
     "mask_history",
+    "mask_empty_thoughts",
     "max_samples",
     "stage",
     "truncation",
