@@ -237,6 +237,12 @@ def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): [{"match": "lora_B", "scale": float(value)}]}
 
 
+@conversion(":adapters")
+def adapters(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Adapters of a folder, a file or a hub, which stay as they are."""
+    return {key_of(row): [draft.folder_of(name, "models", model_fetch) for name in texts(value)]} if value else {}
+
+
 @conversion(":lora_path")
 def lora_path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The folder or file of adapters that training continues from."""

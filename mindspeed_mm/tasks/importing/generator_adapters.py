@@ -36,6 +36,7 @@ _FAMILIES = (
     (r"sana", "sana"),
 )
 """Part of a script's, model's or class's name → a family of generators; the first that is found."""
+VIDEO_FAMILIES = ("wan", "hunyuan", "hunyuan1.5", "cogvideo")
 _BLOCKS = {
     "flux": ("transformer_blocks.*", "single_transformer_blocks.*"),
     "flux2": ("transformer_blocks.*", "single_transformer_blocks.*"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
     texts,
 )
-from mindspeed_mm.tasks.importing.generator_adapters import family_of, script_of
+from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, family_of, script_of
+from mindspeed_mm.tasks.importing.run_values import media_in
 
 
 @conversion(":di_dataset")
@@ -109,11 +111,11 @@ def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":ko_dataset")
 def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
-    entries = _subsets(draft) or [
-        {"path": str(draft.get(word)), **({"prior": True} if word == "reg_data_dir" else {})}
-        for word in ("train_data_dir", "reg_data_dir")
-        if draft.has(word)
-    ]
+    entries = _subsets(draft)
+    if not entries:
+        words = [word for word in ("train_data_dir", "reg_data_dir") if draft.has(word)]
+        entries = [{"path": str(draft.get(word)), **({"prior": True} if word[0] == "r" else {})} for word in words]
+        _mix_regularisation(draft, entries)
     if not entries:
         return no("the data set's file is not here: name the folder of pictures in basic_parameters.dataset")
     if draft.tool.name == "kohya" and any(entry.get("prior") for entry in entries):
@@ -124,11 +126,31 @@ def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
+def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None:
+    """kohya's scripts read as many pictures of `is_reg` as others (DreamBoothDataset), and with a weight of 1 their
+    loss is like any other's: where both can be counted, they are a data set like others, repeated to be as many."""
+    counts = [media_in(entry) for entry in entries]
+    of_class = [bool(entry.get("prior")) for entry in entries]
+    groups = {flag: sum(compress(counts, (each is flag for each in of_class))) for flag in (False, True)}
+    if float(draft.get("prior_loss_weight", 1.0)) != 1 or not all(groups.values()):
+        return
+    share = groups[False] / groups[True]
+    for entry, count in zip(entries, counts, strict=True):
+        if not entry.pop("prior", False):
+            continue
+        if share >= 1:
+            entry["repeats"] = max(1, round(share * entry.get("repeats", 1)))
+        else:
+            entry["max_samples"] = max(1, round(share * count))
+    draft.note(DATASET, "pictures of is_reg count like others, and are as many")
+
+
 def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_resolution(draft, each)) for each in datasets}) > 1
-    entries = []
+    found = []
     for dataset in datasets:
+        entries = []
         for subset in dataset.get("subsets") or []:
             entry: dict[str, Any] = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
             if (repeats := int(subset.get("num_repeats", 1))) > 1:
@@ -142,7 +164,9 @@ def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
             if several:
                 entry["sizes"] = _sizes(draft, dataset)
             entries.append(entry)
-    return entries
+        _mix_regularisation(draft, entries)
+        found += entries
+    return found
 
 
 def _held_out(draft: PeerSetup, dataset: dict[str, Any], subset: dict[str, Any]) -> float:
@@ -301,7 +325,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
                 entry["companions"] = dict(zip(columns, map(str, names), strict=False))
             entries.append(entry)
     counts = {int(each.get("num_frames", 1)) for each in process_of(draft).get("datasets") or []}
-    is_video = family_of(draft) in ("wan", "hunyuan", "hunyuan1.5", "cogvideo")
+    is_video = family_of(draft) in VIDEO_FAMILIES
     if counts - {1} or (is_video and draft.has("datasets[].num_frames")):
         draft.put(f"{MEDIA}.num_frames", max(counts))
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}

@@ -23,7 +23,7 @@ from mindspeed_mm.tasks.importing.draft import (
     is_on,
     no,
 )
-from mindspeed_mm.tasks.importing.generator_adapters import component, family_of, script_of
+from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, component, family_of, script_of
 from mindspeed_mm.tasks.importing.generator_media import process_of
 from mindspeed_mm.tasks.importing.given import read_file
 from mindspeed_mm.tasks.importing.run_values import optimizer, steps_of_epoch
@@ -382,8 +382,12 @@ def validation_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":several_frames")
 def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Frames of a sample; a picture has one."""
-    return {key_of(row): int(value)} if int(value) > 1 else {}
+    """Frames of a sample; a picture has one, which is said to a generator of clips. Wan's are 4k + 1 (WanPipeline)."""
+    family = family_of(draft)
+    count = int(value)
+    if family in ("wan", "hunyuan", "hunyuan1.5") and count % 4 != 1:
+        count = count // 4 * 4 + 1
+    return {key_of(row): count} if count > 1 or family in VIDEO_FAMILIES else {}
 
 
 _LEVELS = ("datasets[].subsets[].", "datasets[].", "general.", "")

@@ -27,7 +27,7 @@ from mindspeed_mm.tasks.importing.draft import (
     texts,
 )
 from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import first_columns, is_of_trl
+from mindspeed_mm.tasks.importing.run_values import first_row, is_of_trl
 
 _HYBRID = re.compile(r"(?i)qwen3-(0\.6|1\.7|4|8|14|32|30|235)b(-a\d+b)?$|qwen3\.[5-9]|glm-4\.[5-7](?!v)|deepseek-v3\.1")
 """Name of a model that thinks or does not, as its prompt says."""
@@ -130,6 +130,11 @@ def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         if value == "default":
             draft.note(key_of(row), "there, an end token stands behind questions, too")
         return {key_of(row): str(value)}
+    if str(value).endswith("_nothink") and _can_do_both(draft):
+        draft.note(
+            f"{BASIC}.enable_thinking", f"{value} writes no thoughts there; here they are empty, and not trained on"
+        )
+        return {f"{BASIC}.enable_thinking": False}
     return idle("the model's own chat template is used; basic_parameters.template names another")
 
 
@@ -189,7 +194,7 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     prompt and a completion unless `completion_only_loss` is off (SFTTrainer)."""
     if draft.method != "sft":
         return idle("answers are compared; nothing else is trained on")
-    columns = first_columns(draft)
+    columns = set(first_row(draft))
     if is_on(value) or columns == {"text"}:
         return {}
     has_completions = is_on(draft.get("completion_only_loss", columns >= {"prompt", "completion"}))
@@ -197,9 +202,16 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {}
     key = key_of(row)
     if not draft.has("assistant_only_loss"):
-        hint = "" if columns else "; remove it for rows with a prompt and a completion"
+        hint = "" if columns else "; remove it for rows with a prompt and a completion, template: completion for texts"
         draft.note(key, f"default of TRL: questions are trained on, too{hint}")
     return {key: True}
+
+
+@default_of("template_of_trl")
+def template_of_trl(draft: PeerSetup) -> str | None:
+    """TRL writes a chat template around messages alone: a prompt that is a text is followed by its completion."""
+    is_text = is_of_trl(draft) and draft.method != "pretrain" and isinstance(first_row(draft).get("prompt"), str)
+    return "completion" if is_text and not draft.has("chat_template_path") else None
 
 
 @default_of("answers_of_trl")

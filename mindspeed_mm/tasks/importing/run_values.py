@@ -47,7 +47,7 @@ def count_rows(draft: PeerSetup) -> int | None:
     names = entries.split(",") if isinstance(entries, str) else entries or []
     total = 0
     for entry in names:
-        if draft.tool.is_for_generators and (media := _media_in(entry)):
+        if draft.tool.is_for_generators and (media := media_in(entry)):
             total += media
             continue
         file = _file_of(draft, entry)
@@ -61,7 +61,7 @@ def count_rows(draft: PeerSetup) -> int | None:
     return total or None
 
 
-def _media_in(entry: Any) -> int:
+def media_in(entry: Any) -> int:
     """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
     folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
     if not folder.is_dir():
@@ -74,23 +74,23 @@ def _media_in(entry: Any) -> int:
     return total
 
 
-def first_columns(draft: PeerSetup) -> set[str]:
-    """The columns of the first row that the setup trains on; empty where its file is not here, or no JSON."""
+def first_row(draft: PeerSetup) -> dict[str, Any]:
+    """The first row that the setup trains on; empty where its file is not here, or no JSON."""
     entries = draft.out.get(DATASET)
     first = entries[0] if isinstance(entries, list) and entries else entries
     file = _file_of(draft, first)
     if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
         file = next(iter(sorted(folder.rglob("*.json*"))), None)
     if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
-        return set()
+        return {}
     with file.open("rb") as stream:
         content = stream.readline() if file.suffix == ".jsonl" else stream.read()
     try:
         row = parse_json(content)
     except ValueError:
-        return set()
+        return {}
     row = row[0] if isinstance(row, list) and row else row
-    return set(row) if isinstance(row, dict) else set()
+    return row if isinstance(row, dict) else {}
 
 
 def _file_of(draft: PeerSetup, entry: Any) -> Path | None:

@@ -95,6 +95,17 @@ def test_layers_of_a_model_that_is_not_here_are_told() -> None:
     assert "last 2 layers" in unsupported("a.yaml", a__yaml=text)["finetuning_type"]
 
 
+def test_templates_without_thoughts() -> None:
+    """LLaMA-Factory's `_nothink` writes no thoughts; a folder that can do both has empty ones, left out of the loss."""
+    text = "model_name_or_path: m\nfinetuning_type: full\ndataset: d\ntemplate: qwen3_nothink\n"
+    key = f"{BASIC}.enable_thinking"
+    assert key not in values("a.yaml", a__yaml=text)
+    folder("m", model_type="qwen3")
+    (Path("m") / "chat_template.jinja").write_text("{% if enable_thinking is false %}{% endif %}")
+    found = imported("a.yaml")
+    assert found.values[key] is False and "not trained" in found.comments[key]
+
+
 # --- ms-swift ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +225,23 @@ def test_the_lowest_rate_is_a_share_of_the_rate_that_the_tool_takes_by_default()
     assert (found["training.lr"], found["training.lr_min"]) == (2e-5, 2e-6)
 
 
+@pytest.mark.parametrize(
+    ("row", "template"),
+    [
+        ({"prompt": "a", "completion": "b"}, "completion"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, None),
+        ({"text": "a"}, None),
+    ],
+)
+def test_trl_writes_no_template_around_texts(row: dict[str, Any], template: str | None) -> None:
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    found = values("trl sft --model_name_or_path m --dataset_name rows.jsonl")
+    assert found.get(f"{BASIC}.template") == template
+    pairs = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    Path("pairs.jsonl").write_text(json.dumps(pairs) + "\n")
+    assert values("trl dpo --model_name_or_path m --dataset_name pairs.jsonl")[f"{BASIC}.template"] == "completion"
+
+
 def test_the_cross_entropy_of_orpo_is_told() -> None:
     orpo = imported("python examples/scripts/orpo.py --model_name_or_path m --dataset_name d")
     assert "questions" in orpo.comments["posttrain.dpo.loss_type"]
@@ -256,6 +284,27 @@ def test_data_sets_of_kohya_that_validate_or_have_batches_of_their_own() -> None
     assert "1 and 2 there" in kept.comments[f"{BASIC}.keep_tags"]
     share = "[[datasets]]\nvalidation_split = 0.1\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     assert values(KOHYA.format("flux", "flux") + "--dataset_config e.toml", e__toml=share)[f"{BASIC}.val_rate"] == 0.1
+
+
+def test_pictures_of_a_class_are_as_many_as_others() -> None:
+    """DreamBoothDataset repeats those of `is_reg`; with a weight of 1 their loss is like any other's."""
+    for name, count in (("dog", 6), ("few", 2), ("many", 12)):
+        Path(name).mkdir()
+        for number in range(count):
+            (Path(name) / f"{number}.png").touch()
+    toml = (
+        "[[datasets]]\nresolution = 32\n[[datasets.subsets]]\nimage_dir = 'dog'\nclass_tokens = 'sks dog'\n"
+        "[[datasets.subsets]]\nimage_dir = '{}'\nis_reg = true\nclass_tokens = 'dog'\n"
+    )
+    command = KOHYA.format("flux", "flux") + "--dataset_config d.toml"
+    few = values(command, d__toml=toml.format("few"))[DATASET]
+    assert few[1] == {"path": "few", "caption": "dog", "repeats": 3}
+    many = values(command, d__toml=toml.format("many"))[DATASET]
+    assert many[1] == {"path": "many", "caption": "dog", "max_samples": 6}
+    unknown = values(command, d__toml=toml.format("elsewhere"))
+    assert unknown[DATASET][1]["prior"] is True and unknown[f"{DIFFUSION}.prior_loss_weight"] == 1.0
+    half = values(command + " --prior_loss_weight 0.5", d__toml=toml.format("few"))
+    assert half[DATASET][1]["prior"] is True and half[f"{DIFFUSION}.prior_loss_weight"] == 0.5
 
 
 def test_blocks_that_kohya_counts() -> None:
@@ -316,6 +365,22 @@ def test_layers_and_prompts_of_ai_toolkit() -> None:
     assert found.values["training.sampling.prompts"] == ["a dog"]
     edit = job(sample={"prompts": ["smile --ctrl_img a.jpg"]})
     assert "prompts_file" in unsupported("b.json", b__json=edit)["sample.prompts"]
+
+
+def test_clips_and_adapters_of_ai_toolkit() -> None:
+    """Samples of Wan have 4k + 1 frames; one frame is said, for the family's own number is another."""
+    model = {"name_or_path": "Wan2.1-T2V-14B", "arch": "wan21"}
+    for given, made in ((40, 41), (41, 41), (1, 1)):
+        text = job(
+            model=model,
+            sample={"num_frames": given, "prompts": ["a dog"]},
+            datasets=[{"folder_path": "p", "num_frames": 1}],
+        )
+        found = values("a.json", a__json=text)
+        assert (found["training.sampling.num_frames"], found[f"{MEDIA}.num_frames"]) == (made, 1)
+    schnell = imported("b.json", b__json=job(model={"name_or_path": "flux", "assistant_lora_path": "ostris/adapter"}))
+    assert schnell.values[f"{LORA}.frozen_adapters"] == ["models/adapter"]
+    assert any("ostris/adapter" in each for each in schnell.downloads)
 
 
 def test_control_pictures_of_ai_toolkit() -> None:
