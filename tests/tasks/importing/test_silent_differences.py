@@ -332,6 +332,13 @@ def test_frames_that_musubi_takes_of_a_clip() -> None:
     assert pictures == [{"path": "a", "companions": {"source": "b"}}]
 
 
+def test_the_size_of_pictures_to_edit_is_told() -> None:
+    """Qwen-Image-Edit's pipeline takes them at a million pixels whatever `control_resolution` says."""
+    toml = "[[datasets]]\nimage_directory = 'a'\ncontrol_directory = 'b'\ncontrol_resolution = [512, 512]\n"
+    told = unsupported(MUSUBI.format("qwen_image", "qwen_image") + "--dataset_config d.toml", d__toml=toml)
+    assert "a million pixels" in told["datasets[].control_resolution"]
+
+
 def test_hunyuan_video_1_5_is_no_hunyuan_video() -> None:
     """It has no second kind of blocks, and takes no guidance; lora_hv_1_5.py adapts its modulation, too."""
     found = values(MUSUBI.format("hv_1_5", "m"))
