@@ -307,7 +307,7 @@ def test_empty_thoughts_may_be_left_out_of_the_loss(build: Callable[..., Qwen2VL
         plain, masked = (build(name, row, mask_empty_thoughts=flag, train_on_prompt=whole)[0] for flag in (False, True))
         tokenizer = build(name, row).processor if name == "qwen3" else build(name, row).processor.tokenizer
         assert masked["input_ids"].tolist() == plain["input_ids"].tolist()
-        assert "<think>\n\n</think>\n\nyes" in "".join(trained(tokenizer, plain))
+        assert "</think>\n\nyes" in "".join(trained(tokenizer, plain))
         assert "think" not in "".join(trained(tokenizer, masked)) and "yes" in trained(tokenizer, masked)[-1]
     row["messages"][1]["content"] = "<think>\nhm\n</think>\n\nyes"
     assert "hm" in trained(tokenizer, build(name, row, mask_empty_thoughts=True)[0])[0]
