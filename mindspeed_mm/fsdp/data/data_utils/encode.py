@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
 
-_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
 
@@ -382,8 +382,9 @@ class SampleEncoder:
         for span, weight in zip(spans, compress(weights, is_told_apart), strict=True):
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
-        for thought in _empty_thoughts(text, spans) if self._options.mask_empty_thoughts else ():
-            first, last = token_span(encoding, placed.moved(thought))
+        # A template may write `<think>` before the turn: the whole text is searched.
+        for thought in _EMPTY_THOUGHT.finditer(text) if self._options.mask_empty_thoughts else ():
+            first, last = token_span(encoding, placed.moved(thought.span()))
             counts[first:last] = 0
         ids = np.array(encoding.ids, dtype=np.int64)
         places = self._places.token_places(placed, encoding)
@@ -492,12 +493,6 @@ def _count_media(sample: Sample, end: int) -> int:
 
 def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:
     return sum(size.patches for size in sizes[: _count_media(sample, end)])
-
-
-def _empty_thoughts(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Where turns begin with a thought that says nothing."""
-    found = (_EMPTY_THOUGHT.match(text, start, end) for start, end in spans)
-    return [match.span() for match in found if match]
 
 
 def _with_media(
