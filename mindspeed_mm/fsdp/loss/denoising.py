@@ -378,8 +378,8 @@ def loss_weight(name: str, sigma: float) -> float:
     """Weight of a sample's loss by its noise level.
 
     sigma_sqrt and cosmap: Esser et al. 2024, section 3.1; sigma_squared: the error of x = x_σ − σ v in place of that of
-    v, as the SD3 scripts of diffusers have it; bell: exp(−2 (σ − ½)²) − exp(−½), scaled
-    to mean 1, as DiffSynth-Studio weights its video models.
+    v, as some scripts of diffusers have it; bell: exp(−2 (σ − ½)²) − exp(−½), scaled to mean 1, as DiffSynth-Studio
+    weights its video models.
     """
     if name == "sigma_sqrt":
         return sigma**-2

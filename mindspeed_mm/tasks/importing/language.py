@@ -243,7 +243,7 @@ def ax_inputs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @default_of("inputs_of_axolotl")
 def inputs_of_axolotl(draft: PeerSetup) -> bool | None:
-    """Off; see `ax_inputs`."""
+    """Off in a supervised setup, where pictures may turn it on (`ax_inputs`); other methods have no such setting."""
     return False if draft.method == "sft" else None
 
 
