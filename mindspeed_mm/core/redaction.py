@@ -40,7 +40,7 @@ _BEFORE_KEY = frozenset(
         r"\w+",
         "image images picture video audio media text caption label id row column field prompt answer question dict "
         "primary sort cache query kv state foreign solution response score target source json map group name attention "
-        "cross hash index config data sample",
+        "cross hash index config data sample thinking",
     )
 )
 """Words before `key` that make it the name of a column or an entry."""

@@ -377,11 +377,14 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def loss_weight(name: str, sigma: float) -> float:
     """Weight of a sample's loss by its noise level.
 
-    sigma_sqrt and cosmap: Esser et al. 2024, section 3.1; bell: exp(−2 (σ − ½)²) − exp(−½), scaled
-    to mean 1, as DiffSynth-Studio weights its video models.
+    sigma_sqrt and cosmap: Esser et al. 2024, section 3.1; sigma_squared: the error of x = x_σ − σ v in place of that of
+    v, as some scripts of diffusers have it; bell: exp(−2 (σ − ½)²) − exp(−½), scaled to mean 1, as DiffSynth-Studio
+    weights its video models.
     """
     if name == "sigma_sqrt":
         return sigma**-2
+    if name == "sigma_squared":
+        return sigma**2
     if name == "cosmap":
         return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
     if name == "bell":

@@ -41,6 +41,10 @@ ToolFormat = Literal[
 """LLaMA-Factory's names."""
 
 
+CAPTIONS_OF_LISTS = ("prompts.txt", "prompt.txt", "captions.txt")
+"""Files of captions that are read beside a .txt file of paths alone, line by line. For generators only."""
+
+
 class DatasetAttr(Section):
     """Where a row keeps what: columns, and the tags inside a message."""
 
@@ -184,6 +188,9 @@ class BasicParameters(OpenSection):
     Cannot be combined with `mask_history`."""
     mask_history: Flag = False
     """Train on the last turn of each conversation only."""
+    mask_empty_thoughts: Flag = False
+    """Leave empty thoughts (`<think></think>` before an answer) out of the loss, so that a model that can do both does
+    not unlearn to think on rows without thoughts."""
     streaming: Flag = False
     """Read rows as they are needed instead of indexing them first."""
     overwrite_cache: Flag = False

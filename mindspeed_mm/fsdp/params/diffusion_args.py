@@ -64,9 +64,9 @@ class DiffusionArguments(Section):
     of a sample, as the folder's scheduler says; null: what the folder's scheduler does when it generates."""
     sigma_range: Annotated[tuple[float, float] | None, BeforeValidator(_range)] = None
     """Smallest and largest noise level that is trained, after the shift, e.g. [0.875, 1]; null: all of them."""
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell"] = "none"
-    """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; cosmap: Esser et al. 2024; bell: a Gaussian
-    around the middle with mean 1."""
+    loss_weighting: Literal["none", "sigma_sqrt", "sigma_squared", "cosmap", "bell"] = "none"
+    """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; sigma_squared: σ², the squared error of the
+    clean sample; cosmap: Esser et al. 2024; bell: a Gaussian around the middle with mean 1."""
     caption_dropout: Ratio = 0.0
     """Share of samples trained with an empty caption, which makes classifier-free guidance possible."""
     prior_loss_weight: Annotated[Number, Field(ge=0)] | None = None

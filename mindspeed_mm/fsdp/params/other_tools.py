@@ -8,7 +8,8 @@ The table is in `peers/`, a TSV file for each tool with the columns
 - `how`: how its value is translated: nothing for as it is, a conversion of `tasks/importing`, `idle` for a setting
   without effect here, `no` for one that is not supported;
 - `default`: the tool's own default, written out where it changes the training and differs from ours; `@name` is worked
-  out from other settings;
+  out from other settings; `first|second` where a second program of the tool (LLaMA-Factory's version 1, `megatron` of
+  ms-swift) has another, and nothing behind the bar where it has none;
 - `note`: why a setting has no effect, or what to do instead.
 """
 

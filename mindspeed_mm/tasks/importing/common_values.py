@@ -187,7 +187,9 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {}  # all linear layers of the language model, in a regular expression
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
-    names = texts(value)
+    names = [name for each in texts(value) if (name := each.strip(", "))]  # `q_proj, v_proj` of a command
+    if draft.tool.name == "trl" and isinstance(value, list) and any(str(each).endswith(",") for each in value):
+        draft.note(key_of(row), "TRL takes the commas for parts of the names, and adapts only names without one")
     if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():
         names = [_OF_WAN.get(name, name) for name in names]
     if not names or set(names) <= {
@@ -233,6 +235,12 @@ def rslora(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The factor on the rate of the adapters' B (LoRA+, arXiv:2402.12354)."""
     return {key_of(row): [{"match": "lora_B", "scale": float(value)}]}
+
+
+@conversion(":adapters")
+def adapters(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Adapters of a folder, a file or a hub, which stay as they are."""
+    return {key_of(row): [draft.folder_of(name, "models", model_fetch) for name in texts(value)]} if value else {}
 
 
 @conversion(":lora_path")

@@ -42,6 +42,13 @@ _TOWERS = (
 """Name of a model → its vision tower and the projector behind it."""
 
 
+_OF_VERSION_1 = frozenset(
+    {"model", "train_dataset", "model_class", "peft_config", "dist_config", "optim_config", "quant_config",
+     "kernel_config", "lr_scheduler_config"}
+)  # fmt: skip
+"""Settings and sections of LLaMA-Factory's version 1 (v1/config/*_args.py)."""
+
+
 @dataclass(frozen=True)
 class Told:
     """A setting that becomes no key: without effect here, or not supported."""
@@ -131,6 +138,21 @@ class PeerSetup:
         return ConfigError(what, where=where, key=word, way_out=way_out)
 
     @property
+    def is_second_program(self) -> bool:
+        """Whether it is for a program of the tool with defaults of its own: version 1 of LLaMA-Factory, known by the
+        settings that it alone has, or `megatron` of ms-swift."""
+        if self.tool.name == "llamafactory":
+            is_new = any(each.key.partition(".")[0] in _OF_VERSION_1 for each in self.given.settings)
+            return is_new and not self.has("model_name_or_path")
+        is_megatron = self.given.program[:1] == ("megatron",) or self.has("global_batch_size")
+        return self.tool.name == "ms-swift" and is_megatron
+
+    def default_of(self, row: PeerRow) -> str:
+        """The default of a row as the table has it: `first|second` where the tool's second program has another."""
+        first, bar, second = row.default.partition("|")
+        return second if bar and self.is_second_program else first
+
+    @property
     def model_name(self) -> str:
         """What the setup calls its model."""
         for word in (
@@ -162,6 +184,22 @@ class PeerSetup:
         name = f"{self.model_name} {self.model_type.replace('_', '-')}"
         return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
+    def text_facts(self) -> Mapping[str, Any]:
+        """What the folder's config.json says of the language model; empty where there is none."""
+        facts = (self._facts() or {}) if self.model_name else {}
+        inner = facts.get("text_config")
+        return inner if isinstance(inner, dict) else facts
+
+    def patch_side(self) -> int | None:
+        """Side of the square of pixels behind a token of a picture, by the folder or by the name; None: not known."""
+        vision = ((self._facts() or {}) if self.model_name else {}).get("vision_config")
+        if isinstance(vision, dict) and "patch_size" in vision:
+            return int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2))
+        name = self.model_name.lower()
+        if re.search(r"qwen3-?vl|qwen3\.[56]|qwen3-?omni", name):
+            return 32
+        return 28 if re.search(r"qwen2(\.5)?-?(vl|omni)", name) else None
+
     def _facts(self) -> Mapping[str, Any] | None:
         """The model's config.json, where the folder is there."""
         try:
@@ -169,6 +207,12 @@ class PeerSetup:
         except (OSError, ValueError):
             return None
         return facts if isinstance(facts, dict) else None
+
+    def file_of(self, name: str) -> Path | None:
+        """A file that a setup names, from here, from where the setup is, or from a folder above; None: not here."""
+        beside = self.given.folder.resolve()
+        tried = (Path(), beside, *beside.parents) if not Path(name).is_absolute() else (Path(),)
+        return next((folder / name for folder in tried if (folder / name).is_file()), None)
 
     def folder_of(self, name: str, room: str, fetch: Callable[[str, str], str]) -> str:
         """Where a model or data set is: as given, or, of a name on a hub that is not here, where it is downloaded to.

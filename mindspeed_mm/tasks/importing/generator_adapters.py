@@ -28,6 +28,7 @@ _FAMILIES = (
     (r"sd_?3|stable-diffusion-3", "sd3"),
     (r"qwen-?_?image", "qwen"),
     (r"wan", "wan"),
+    (r"hunyuan-?_?video-?_?1[._]?5|hv_1_5", "hunyuan1.5"),
     (r"hunyuan-?_?video|hv_|fpack|framepack", "hunyuan"),
     (r"lumina-?_?2|lumina_|lumina-image", "lumina2"),
     (r"z-?_?image", "zimage"),
@@ -35,6 +36,7 @@ _FAMILIES = (
     (r"sana", "sana"),
 )
 """Part of a script's, model's or class's name → a family of generators; the first that is found."""
+VIDEO_FAMILIES = ("wan", "hunyuan", "hunyuan1.5", "cogvideo")
 _BLOCKS = {
     "flux": ("transformer_blocks.*", "single_transformer_blocks.*"),
     "flux2": ("transformer_blocks.*", "single_transformer_blocks.*"),
@@ -42,6 +44,7 @@ _BLOCKS = {
     "qwen": ("transformer_blocks.*",),
     "wan": ("blocks.*",),
     "hunyuan": ("transformer_blocks.*", "single_transformer_blocks.*"),
+    "hunyuan1.5": ("transformer_blocks.*",),
     "lumina2": ("layers.*", "noise_refiner.*", "context_refiner.*"),
     "zimage": ("layers.*",),
 }
@@ -59,6 +62,7 @@ _WITHOUT_MODULATION = {
     "qwen": tuple(f"transformer_blocks.{{*}}.{name}.*" for name in ("attn", "img_mlp", "txt_mlp")),
     "wan": ("blocks.*",),
     "hunyuan": (*_BOTH_STREAMS, "single_transformer_blocks.{*}.proj_*"),
+    "hunyuan1.5": ("transformer_blocks.*",),  # lora_hv_1_5.py adapts the modulation, too
     "zimage": ("layers.{*}.attention.*", "layers.{*}.feed_forward.*"),
 }
 """Family → the same without the layers that modulate norms, which musubi-tuner leaves out (`exclude_patterns`)."""
@@ -119,13 +123,36 @@ def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {f"{LORA}.enable": True, **({} if _TARGETS in draft.out else _adapted(draft))}
 
 
+_NUMBERS_OF_BLOCKS = {
+    "train_double_block_indices": "transformer_blocks",
+    "train_single_block_indices": "single_transformer_blocks",
+    "train_block_indices": "transformer_blocks",
+}
+"""Setting of `networks/lora_flux.py` and `lora_sd3.py` → the blocks that it counts."""
+
+
+def _numbered_blocks(draft: PeerSetup, given: dict[str, str]) -> list[str]:
+    """Patterns of the blocks that get adapters: `all`, `none`, or numbers such as `0,1,8-12`."""
+    chosen = {_NUMBERS_OF_BLOCKS[name]: text.replace(" ", "") for name, text in given.items()}
+    patterns = []
+    for pattern in _BLOCKS.get(family_of(draft), ()):
+        stack = pattern.removesuffix(".*")
+        numbers = chosen.get(stack, "all")
+        if numbers != "none":
+            patterns.append(pattern if numbers == "all" else f"{stack}.{{{numbers}}}.*")
+    return patterns
+
+
 @conversion(":network_args")
 def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Further arguments of adapters: the kind of FLUX's blocks, and LoRA+; others, such as convolutions, are not
-    built."""
+    """Further arguments of adapters: the kind and the numbers of blocks, and LoRA+; others, such as convolutions, are
+    not built."""
     found: dict[str, Any] = {}
-    for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
-        name, _, text = str(pair).partition("=")
+    pairs = [str(each).partition("=") for each in (value if isinstance(value, list) else re.split(r"\s+", str(value)))]
+    blocks = {name: text for name, _, text in pairs if name in _NUMBERS_OF_BLOCKS}
+    if blocks:
+        found[_TARGETS] = _numbered_blocks(draft, blocks)
+    for name, _, text in (each for each in pairs if each[0] not in blocks):
         if name == "loraplus_lr_ratio" and re.fullmatch(r"[\d.]+", text):
             found["training.lr_scaling_plan"] = [{"match": "lora_B", "scale": float(text)}]
         elif name == "train_blocks" and text in ("single", "double"):

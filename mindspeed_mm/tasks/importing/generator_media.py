@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.fsdp.params.data_args import CAPTIONS_OF_LISTS
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
@@ -12,15 +14,19 @@ from mindspeed_mm.tasks.importing.draft import (
     DATASET,
     DIFFUSION,
     MEDIA,
+    VAL_DATASET,
     Outcome,
     PeerSetup,
     conversion,
     data_fetch,
+    default_of,
     idle,
     is_on,
     no,
     texts,
 )
+from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, family_of, script_of
+from mindspeed_mm.tasks.importing.run_values import media_in
 
 
 @conversion(":di_dataset")
@@ -31,6 +37,8 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     first: dict[str, Any] = {"path": name}
     if prompt:
         first["caption"] = str(prompt)
+        if not draft.has("caption_column") and (draft.has("dataset_name") or any(Path(name).glob("*.txt"))):
+            draft.put(f"{BASIC}.caption_column", "instance_prompt", "no column: instance_prompt is the caption of all")
     if int(draft.get("repeats", 1)) > 1:
         first["repeats"] = int(draft.get("repeats"))
     entries = [first]
@@ -39,6 +47,22 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             {"path": str(draft.get("class_data_dir")), "caption": str(draft.get("class_prompt", "")), "prior": True}
         )
     return {DATASET: name if entries == [{"path": name}] else entries}
+
+
+@conversion(":clips_root")
+def clips_root(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Where the clips of a table are; without one, CogVideoX's scripts read a text file of captions and one of paths,
+    line by line."""
+    if draft.has("dataset_name"):
+        return {key_of(row): str(value)}
+    listed, captions = (str(draft.get(word)) for word in ("video_column", "caption_column"))
+    if not listed.endswith(".txt") or captions not in CAPTIONS_OF_LISTS:
+        return no(
+            f"name the file of paths in basic_parameters.dataset, and call that of captions {CAPTIONS_OF_LISTS[0]}"
+        )
+    for name in ("media_column", "caption_column"):
+        draft.out.pop(f"{BASIC}.{name}", None)
+    return {DATASET: f"{value}/{listed}"}
 
 
 @conversion(":prior_weight")
@@ -57,6 +81,20 @@ def di_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {f"{MEDIA}.height": int(value), f"{MEDIA}.width": int(value)}
 
 
+def _register_size_of_cogvideox(name: str, size: int) -> None:
+    default_of(f"{name}_of_cogvideox")(lambda draft: size if "cogvideox" in script_of(draft) else None)
+
+
+for _name, _size in (("height", 480), ("width", 720), ("frames", 49), ("fps", 8)):
+    _register_size_of_cogvideox(_name, _size)
+
+
+@default_of("resolution_of_diffusers")
+def resolution_of_diffusers(draft: PeerSetup) -> int | None:
+    """A square of 512, but in the scripts of CogVideoX, which have height, width, frames and rate."""
+    return None if "cogvideox" in script_of(draft) else 512
+
+
 @conversion(":aspect_buckets")
 def aspect_buckets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Sizes written `height,width;height,width`, as a list of buckets."""
@@ -73,23 +111,46 @@ def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":ko_dataset")
 def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
-    entries = _subsets(draft) or [
-        {"path": str(draft.get(word)), **({"prior": True} if word == "reg_data_dir" else {})}
-        for word in ("train_data_dir", "reg_data_dir")
-        if draft.has(word)
-    ]
+    entries = _subsets(draft)
+    if not entries:
+        words = [word for word in ("train_data_dir", "reg_data_dir") if draft.has(word)]
+        entries = [{"path": str(draft.get(word)), **({"prior": True} if word[0] == "r" else {})} for word in words]
+        _mix_regularisation(draft, entries)
     if not entries:
         return no("the data set's file is not here: name the folder of pictures in basic_parameters.dataset")
     if draft.tool.name == "kohya" and any(entry.get("prior") for entry in entries):
         draft.put(f"{DIFFUSION}.prior_loss_weight", float(draft.get("prior_loss_weight", 1.0)))
+    if held_out := [entry for entry in entries if entry.pop("is_held_out", False)]:
+        entries = [entry for entry in entries if entry not in held_out]
+        draft.put(VAL_DATASET, held_out, "validation_split: 1.0")
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+
+
+def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None:
+    """kohya's scripts read as many pictures of `is_reg` as others (DreamBoothDataset), and with a weight of 1 their
+    loss is like any other's: where both can be counted, they are a data set like others, repeated to be as many."""
+    counts = [media_in(entry) for entry in entries]
+    of_class = [bool(entry.get("prior")) for entry in entries]
+    groups = {flag: sum(compress(counts, (each is flag for each in of_class))) for flag in (False, True)}
+    if float(draft.get("prior_loss_weight", 1.0)) != 1 or not all(groups.values()):
+        return
+    share = groups[False] / groups[True]
+    for entry, count in zip(entries, counts, strict=True):
+        if not entry.pop("prior", False):
+            continue
+        if share >= 1:
+            entry["repeats"] = max(1, round(share * entry.get("repeats", 1)))
+        else:
+            entry["max_samples"] = max(1, round(share * count))
+    draft.note(DATASET, "pictures of is_reg count like others, and are as many")
 
 
 def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_resolution(draft, each)) for each in datasets}) > 1
-    entries = []
+    found = []
     for dataset in datasets:
+        entries = []
         for subset in dataset.get("subsets") or []:
             entry: dict[str, Any] = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
             if (repeats := int(subset.get("num_repeats", 1))) > 1:
@@ -98,10 +159,31 @@ def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
                 entry["caption"] = str(subset["class_tokens"])
             if subset.get("is_reg"):
                 entry["prior"] = True
+            if _held_out(draft, dataset, subset) >= 1:
+                entry["is_held_out"] = True
             if several:
                 entry["sizes"] = _sizes(draft, dataset)
             entries.append(entry)
-    return entries
+        _mix_regularisation(draft, entries)
+        found += entries
+    return found
+
+
+def _held_out(draft: PeerSetup, dataset: dict[str, Any], subset: dict[str, Any]) -> float:
+    """The share of a subset that is validated on; 1 for one that is not trained on."""
+    given = (draft.given.tree, draft.given.tree.get("general") or {}, dataset, subset)
+    return float(next((each["validation_split"] for each in reversed(given) if "validation_split" in each), 0.0))
+
+
+@conversion(":ko_validation")
+def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The share that is held out of every data set; a data set of validation alone is one here, too."""
+    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    shares = {_held_out(draft, each, subset) for each in datasets for subset in each.get("subsets") or []} - {1.0}
+    if len(shares) > 1:
+        return no("name pictures to validate on in basic_parameters.val_dataset: val_rate is of all data sets")
+    share = shares.pop() if shares else float(value)
+    return {key_of(row): share} if 0 < share < 1 else {}
 
 
 def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
@@ -116,6 +198,22 @@ def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
     given = _general(draft, dataset, "resolution", default)
     numbers = [int(float(each)) for each in (given if isinstance(given, list) else texts(str(given).replace("x", ",")))]
     return numbers[0], numbers[-1]
+
+
+def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
+    """The data sets of a TOML; musubi-tuner takes a sample of a clip for each of its `target_frames`, so that one of
+    several becomes several, and the first frame alone where there are none (VideoDataset)."""
+    found: list[dict[str, Any]] = []
+    for dataset in (each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)):
+        is_of_clips = any(word in dataset for word in ("video_directory", "video_jsonl_file"))
+        if not is_of_clips or dataset.get("frame_extraction") == "full":
+            found.append({name: value for name, value in dataset.items() if name != "target_frames"})
+            continue
+        counts = dataset.get("target_frames", [1])
+        found += [
+            {**dataset, "target_frames": int(each)} for each in (counts if isinstance(counts, list) else [counts])
+        ]
+    return found
 
 
 def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +233,7 @@ def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
 @conversion(":mu_resolution")
 def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A size, or an area where there are buckets."""
-    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)] or [{}]
+    datasets = _datasets(draft) or [{}]
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
         return idle("each entry of basic_parameters.dataset has its own sizes")
     return {f"{MEDIA}.{name}": size for name, size in _sizes(draft, datasets[0]).items() if name != "num_frames"}
@@ -144,7 +242,7 @@ def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":mu_dataset")
 def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders and files of pictures and clips; each has its own sizes where they differ."""
-    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    datasets = _datasets(draft)
     several = len({str(_sizes(draft, each)) for each in datasets}) > 1
     entries = []
     for dataset in datasets:
@@ -153,7 +251,8 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         if (repeats := int(_general(draft, dataset, "num_repeats", 1))) > 1:
             entry["repeats"] = repeats
         if dataset.get("control_directory"):
-            entry["companions"] = {"control": str(dataset["control_directory"])}
+            column = "control" if "video_directory" in dataset else "source"
+            entry["companions"] = {column: str(dataset["control_directory"])}
         if several:
             entry["sizes"] = _sizes(draft, dataset)
         entries.append(entry)
@@ -164,12 +263,17 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":frames")
 def frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Numbers of frames, unless each entry has its own."""
-    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    """The number of frames, unless each entry has its own."""
+    datasets = _datasets(draft)
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
         return idle("each entry of basic_parameters.dataset has its own sizes")
-    several = value if isinstance(value, list) else [value]
-    return {f"{MEDIA}.num_frames": several[0] if len(several) == 1 else several}
+    return {f"{MEDIA}.num_frames": datasets[0]["target_frames"]} if "target_frames" in datasets[0] else {}
+
+
+@default_of("frames_of_musubi")
+def frames_of_musubi(draft: PeerSetup) -> int | None:
+    """1: of a clip without `target_frames`, its first frame."""
+    return 1 if any("target_frames" in each for each in _datasets(draft)) else None
 
 
 @conversion(":frame_extraction")
@@ -177,13 +281,19 @@ def frame_extraction(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Which part of a clip is taken."""
     if value == "head":
         return {}
+    if value == "full":
+        longest = draft.get("datasets[].max_frames", 129)
+        return idle(f"clips are trained whole, up to 81 frames here and {longest} there: num_frames limits them")
     return no("preprocess_parameters.clip_position takes start or middle; cut clips beforehand for more parts")
 
 
 @conversion(":micro_batch")
 def micro_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Media of a device at a time."""
-    return {"training.micro_batch_size": int(value)}
+    """Media of a device at a time; the smallest where data sets have several."""
+    given = [int(each.value) for each in draft.given.settings if each.key in row.words and str(each.value).isdigit()]
+    if len(set(given)) > 1:
+        draft.note(key_of(row), f"{', '.join(map(str, given))} there: one number for all data sets here")
+    return {key_of(row): min([int(value), *given])}
 
 
 @conversion(":ai_datasets")
@@ -207,13 +317,16 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
                 entry["prior"] = True
             controls = dataset.get("control_path")
             names = controls if isinstance(controls, list) else [controls] if controls else []
+            names += [
+                dataset[f"control_path_{number}"] for number in (1, 2, 3) if dataset.get(f"control_path_{number}")
+            ]
             if names:
-                entry["companions"] = {"source": str(names[0])}
-                if len(names) > 1:
-                    draft.note(DATASET, "one source of each picture is taken")
+                columns = ("source", "source_2", "source_3")
+                entry["companions"] = dict(zip(columns, map(str, names), strict=False))
             entries.append(entry)
     counts = {int(each.get("num_frames", 1)) for each in process_of(draft).get("datasets") or []}
-    if counts - {1}:
+    is_video = family_of(draft) in VIDEO_FAMILIES
+    if counts - {1} or (is_video and draft.has("datasets[].num_frames")):
         draft.put(f"{MEDIA}.num_frames", max(counts))
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 

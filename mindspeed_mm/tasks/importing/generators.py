@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
+    DATASET,
     DIFFUSION,
+    MEDIA,
     Outcome,
     PeerSetup,
     Told,
@@ -20,7 +23,7 @@ from mindspeed_mm.tasks.importing.draft import (
     is_on,
     no,
 )
-from mindspeed_mm.tasks.importing.generator_adapters import component, family_of, script_of
+from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, component, family_of, script_of
 from mindspeed_mm.tasks.importing.generator_media import process_of
 from mindspeed_mm.tasks.importing.given import read_file
 from mindspeed_mm.tasks.importing.run_values import optimizer, steps_of_epoch
@@ -168,32 +171,79 @@ def _shift_of_scheduler(draft: PeerSetup) -> float | None:
     return 1.0
 
 
+@default_of("init_of_diffusers")
+def init_of_diffusers(draft: PeerSetup) -> bool | None:
+    """The scripts of DreamBooth draw the first matrix from a normal distribution, those of CogVideoX as PEFT does."""
+    return True if re.search(r"dreambooth_lora", script_of(draft)) else None
+
+
+@default_of("precondition_of_diffusers")
+def precondition_of_diffusers(draft: PeerSetup) -> int | None:
+    """On in the scripts of SD3, which alone have it."""
+    return 1 if "sd3" in script_of(draft) else None
+
+
+@conversion(":precondition")
+def precondition(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether the clean sample is compared, x = x_σ − σ v, instead of the velocity v: σ² times the same error."""
+    if not is_on(value):
+        return {}
+    weighting = draft.out.get(f"{DIFFUSION}.loss_weighting", "none")
+    together = {"none": "sigma_squared", "sigma_sqrt": "none"}.get(str(weighting))
+    if together is None:
+        return no(f"set --precondition_outputs 0: weighting_scheme {weighting} is not built together with it")
+    return {key_of(row): together}
+
+
 @default_of("ko_timesteps")
 def ko_timesteps_default(draft: PeerSetup) -> str | None:
     """By script: sigma for FLUX.1 and SD3, shift for Lumina."""
     return "shift" if script_of(draft).startswith("lumina") else "sigma"
 
 
+def _usual_shift(draft: PeerSetup) -> float:
+    """`discrete_flow_shift` unless it is given: 1 in musubi-tuner; 6 for Lumina 2 and 3 for FLUX.1 in kohya's."""
+    if draft.tool.name == "musubi":
+        return 1.0
+    return 6.0 if family_of(draft) == "lumina2" else 3.0
+
+
+def _shift_of_flux2(draft: PeerSetup) -> float:
+    """exp(μ), μ on the line of FLUX.1 through the tokens of a picture, as musubi-tuner has it; `resolution` here is the
+    curve that the pipeline of FLUX.2 draws pictures with, which shifts far more."""
+    sizes = [each["sizes"] for each in draft.out.get(DATASET) or [] if isinstance(each, dict) and "sizes" in each]
+    sides = ("max_pixels", "height", "width")
+    sizes.append({name: draft.out[f"{MEDIA}.{name}"] for name in sides if f"{MEDIA}.{name}" in draft.out})
+    areas = [each.get("max_pixels", each.get("height", 0) * each.get("width", 0)) for each in sizes]
+    area = max(areas, default=0) or 960 * 544
+    draft.note(f"{DIFFUSION}.shift", f"of pictures of {area} pixels there, by flux2_shift")
+    return round(math.exp(0.5 + (1.15 - 0.5) / (4096 - 256) * (area / 256 - 256)), 4)
+
+
 @conversion(":ko_timesteps")
 def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """`timestep_sampling` of kohya's scripts (get_noisy_model_input_and_timesteps)."""
     word = str(value)
-    of_script = 1.0 if draft.tool.name == "musubi" else 3.0
-    shift = float(draft.get("discrete_flow_shift", draft.get("training_shift", of_script)))
-    if word == "sigma":
+    is_sd3 = draft.tool.name == "kohya" and family_of(draft) == "sd3"
+    setting, usual = ("training_shift", 1.0) if is_sd3 else ("discrete_flow_shift", _usual_shift(draft))
+    shift = float(draft.get(setting, usual))
+    if word == "sigma" or is_sd3:  # sd3_train_utils.py has no other way
         scheme = str(draft.get("weighting_scheme", "none"))
         if scheme not in _WEIGHTINGS:
             return no(f"weighting_scheme {scheme} is not built")
-        return {**_density(draft, scheme), f"{DIFFUSION}.shift": shift}
-    if word == "uniform":
-        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": 1.0}
+        return {**_density(draft, scheme, flips=not is_sd3), f"{DIFFUSION}.shift": shift}
+    if word in ("uniform", "nextdit_shift"):
+        how_much = 1.0 if word == "uniform" else "resolution"
+        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": how_much}
     std = float(draft.get("sigmoid_scale", 1.0))
     found: dict[str, Any] = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
     if word == "sigmoid":
         return {**found, f"{DIFFUSION}.shift": 1.0}
     if word == "shift":
         return {**found, f"{DIFFUSION}.shift": shift}
-    if word in ("flux_shift", "flux2_shift", "qwen_shift", "nextdit_shift"):
+    if word == "flux2_shift" and family_of(draft) == "flux2":
+        return {**found, f"{DIFFUSION}.shift": _shift_of_flux2(draft)}
+    if word in ("flux_shift", "flux2_shift", "qwen_shift"):
         return {**found, f"{DIFFUSION}.shift": "resolution"}
     if word in ("logsnr", "qinglong_flux", "qinglong_qwen"):
         return no(f"{word} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
@@ -294,8 +344,12 @@ def ai_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The prompts that samples are drawn from while training."""
     separator = str(draft.get("validation_prompt_separator", ":::"))
-    several = value if isinstance(value, list) else str(value).split(separator)
-    return {"training.sampling.prompts": [str(each) for each in several]}
+    several = [str(each) for each in (value if isinstance(value, list) else str(value).split(separator))]
+    if any(re.search(r"\s--ctrl_img\b", each) for each in several):
+        return no("write JSON lines with prompt and image, and name the file in training.sampling.prompts_file")
+    if draft.tool.name == "ai-toolkit":
+        several = [re.split(r"\s+--(?=[a-z])", each)[0] for each in several]
+    return {"training.sampling.prompts": several}
 
 
 @conversion(":sample_prompts")
@@ -328,8 +382,12 @@ def validation_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":several_frames")
 def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Frames of a sample; a picture has one."""
-    return {key_of(row): int(value)} if int(value) > 1 else {}
+    """Frames of a sample; a picture has one, which is said to a generator of clips. Wan's are 4k + 1 (WanPipeline)."""
+    family = family_of(draft)
+    count = int(value)
+    if family in ("wan", "hunyuan", "hunyuan1.5") and count % 4 != 1:
+        count = count // 4 * 4 + 1
+    return {key_of(row): count} if count > 1 or family in VIDEO_FAMILIES else {}
 
 
 _LEVELS = ("datasets[].subsets[].", "datasets[].", "general.", "")

@@ -49,6 +49,10 @@ _SWIFT_ENVIRONMENT = (
     "FPS",
     "FPS_MAX_FRAMES",
     "FPS_MIN_FRAMES",
+    "IMAGE_MAX_TOKEN_NUM",
+    "IMAGE_MIN_TOKEN_NUM",
+    "VIDEO_MAX_TOKEN_NUM",
+    "VIDEO_MIN_TOKEN_NUM",
 )
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _NO_PATH = re.compile(r"prompt|template|system|caption|token|regex|target|modules|pattern", re.IGNORECASE)
@@ -132,11 +136,14 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     elif tool in ("kohya", "musubi"):
         settings = [replace(each, key=generators.plain_key(tool, each.key)) for each in settings]
     elif tool == "ms-swift":
+        of_file = {each.key.removeprefix("ENV."): str(each.value) for each in settings if each.key.startswith("ENV.")}
+        environment = {**of_file, **given.environment}
+        settings = [each for each in settings if not each.key.startswith("ENV.")]
         given_already = {each.key for each in settings}
-        settings = settings + [
-            Setting(name.lower(), value_of(given.environment[name]), f"variable {name}")
+        settings += [
+            Setting(name.lower(), value_of(environment[name]), f"variable {name}")
             for name in _SWIFT_ENVIRONMENT
-            if name in given.environment and name.lower() not in given_already
+            if name in environment and name.lower() not in given_already
         ]
     return replace(given, settings=list(settings))
 
@@ -160,7 +167,7 @@ def _settle_kind(draft: PeerSetup) -> None:
 _LATE = (
     ":towers", ":media_dir", ":trl_answers", ":steps_per_generation", ":warmup", ":interval", ":eval_steps",
     ":eval_strategy", ":save_strategy", ":per_epoch_save", ":per_epoch_eval", ":every_n_epochs", ":validation_epochs",
-    ":val_size", ":prior_weight",
+    ":val_size", ":prior_weight", ":scheduler_kwargs", ":min_lr_ratio", ":ko_timesteps", ":clips_root",
 )  # fmt: skip
 """Conversions that ask what others have written: rows, batch, length, adapters."""
 
@@ -222,6 +229,8 @@ def _take(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outc
     for key, value in outcome.items():
         if isinstance(value, str) and _WINDOWS.match(value) and not _NO_PATH.search(key):
             draft.note(key, "a path of Windows: write it as this machine has it")
+        if ".toml:" in setting.where and draft.out.get(key, value) != value and isinstance(value, int | float | str):
+            draft.note(key, f"{draft.out[key]} and {value} there, by data set: one for all here")
         draft.put(key, value)
     note = row.note if row is not None else ""
     ours = tuple(outcome) or ((row.ours,) if row is not None and row.ours else ())
@@ -249,12 +258,13 @@ def _add_defaults(draft: PeerSetup) -> None:
                         if told is None
                         else no(f"write it yourself, for only a shell knows the value of {told}"),
                     )
-            elif not given and row.default:
+            elif not given and draft.default_of(row):
                 _add_default(draft, row)
 
 
 def _add_default(draft: PeerSetup, row: PeerRow) -> None:
-    value = DEFAULTS[row.default[1:]](draft) if row.default.startswith("@") else value_of(row.default)
+    text = draft.default_of(row)
+    value = DEFAULTS[text[1:]](draft) if text.startswith("@") else value_of(text)
     if value is None or (row.ours in draft.out and row.how not in (":towers",)):
         return
     if row.ours is not None and row.ours.startswith(f"{MEDIA}.") and not (draft.sees or draft.tool.is_for_generators):
@@ -304,6 +314,7 @@ def _finish(draft: PeerSetup) -> None:
     if draft.method == "grpo":
         preferences.fit_groups(draft)
     rows.settle_long_documents(draft)
+    preferences.note_orpo(draft)
     if out.get(f"{LORA}.enable"):
         _drop(draft, "model.mtp_", "heads of further tokens are trained whole, not beside adapters")
         if out.get("training.optimizer") == "muon" and not out.get(f"{LORA}.modules_to_save"):

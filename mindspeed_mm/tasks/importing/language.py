@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of, targets, with_lora
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -53,15 +54,38 @@ def finetuning(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     word = str(value).lower()
     if word in ("lora", "lora_llm"):
         with_lora(draft)
-        if draft.tool.name == "llamafactory" and not (draft.has("lora_alpha") or draft.has("peft_config.lora_alpha")):
-            rank = draft.get("lora_rank", draft.get("peft_config.r", 8))
-            draft.put(f"{LORA}.alpha", 2 * rank, "twice the rank, LLaMA-Factory's default")
+        is_first = draft.tool.name == "llamafactory" and not draft.is_second_program
+        if is_first and not draft.has("lora_alpha"):
+            draft.put(f"{LORA}.alpha", 2 * draft.get("lora_rank", 8), "twice the rank, LLaMA-Factory's default")
+        if word == "lora_llm" and not draft.is_second_program:
+            draft.put(f"{LORA}.dropout", 0.0, "lora_llm of ms-swift has none")
         return {f"{LORA}.enable": True}
     if word == "full":
         return {}
     if word == "freeze":
-        return no("list what is not trained in model.freeze")
+        return _all_but_some_layers(draft)
     raise draft.refuse(f"{value} is not built", row.words[0], "training.lora trains LoRA and DoRA adapters.")
+
+
+def _all_but_some_layers(draft: PeerSetup) -> Outcome:
+    """LLaMA-Factory's freeze: the last layers are trained, or the first ones where their number is below 0."""
+    prefix = "peft_config." if draft.is_second_program else ""
+    count = int(draft.get(f"{prefix}freeze_trainable_layers", 2))
+    layers = draft.text_facts().get("num_hidden_layers")
+    is_all = str(draft.get(f"{prefix}freeze_trainable_modules", "all")) == "all"
+    if not is_all or draft.get(f"{prefix}freeze_extra_modules") or draft.sees or not layers or abs(count) >= layers:
+        which = f"the {'last' if count > 0 else 'first'} {abs(count)} layers are trained there"
+        return no(f"{which}: list all else in model.freeze, e.g. model.embed_tokens, model.layers.{{0-9}}, lm_head")
+    frozen = f"0-{layers - count - 1}" if count > 0 else f"{-count}-{layers - 1}"
+    return {"model.freeze": ["model.embed_tokens", f"model.layers.{{{frozen}}}", "model.norm", "lm_head"]}
+
+
+@conversion(":loftq")
+def loftq(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The start of adapters that makes up for quantising the base, to so many bits (LoftQ, arXiv:2310.08659)."""
+    if value not in (4, 8):
+        return no("training.lora.quantize has nf4 and int8, which init_lora_weights: loftq makes up for")
+    return {key_of(row): "loftq", f"{LORA}.quantize": {4: "nf4", 8: "int8"}[value]}
 
 
 @conversion(":adapter")
@@ -103,6 +127,10 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return idle("the model has no vision tower") if not language else {"model.freeze": ["model"]}
     found = draft.parts
     is_lora = draft.out.get(f"{LORA}.enable", False)
+    if draft.get("tuner_type", draft.get("train_type")) == "lora_llm" and found is not None:
+        # tower and projector are trained whole, whatever else is said of them (tuner_plugin/lora_llm.py)
+        tower, bridge = found
+        return {f"{LORA}.modules_to_save": [tower, *([] if bridge.startswith(tower) else [bridge])]}
     if is_lora and vision and projector:
         named = draft.out.get(f"{LORA}.target_modules", [])
         if named and found is not None and not language and "visual" not in found[0]:
@@ -117,8 +145,6 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             *([] if vision else [f"{tower}.*"]),
             *([] if projector or bridge.startswith(tower) else [f"{bridge}.*"]),
         ]
-        if draft.get("tuner_type", draft.get("train_type")) == "lora_llm":  # the rest is trained whole
-            return {f"{LORA}.modules_to_save": [name.removesuffix(".*") for name in names]}
         base = [] if language else texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"])
         return {f"{LORA}.target_modules": [*base, *names]} if names else {}
     frozen = []
@@ -136,7 +162,7 @@ def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
     """Whether language model, vision tower and projector are frozen; what is left out is the tool's default."""
     if draft.tool.name == "axolotl":
         return False, is_on(draft.get("freeze_mm_modules", False)), is_on(draft.get("freeze_mm_modules", False))
-    defaults = dict(zip(row.words, map(is_on, row.default.split(",")), strict=True))
+    defaults = dict(zip(row.words, map(is_on, draft.default_of(row).split(",")), strict=True))
     state = {word: is_on(draft.get(word, default)) for word, default in defaults.items()}
     language = next(state[word] for word in state if word in ("freeze_language_model", "freeze_llm"))
     vision = next(state[word] for word in state if word in ("freeze_vision_tower", "freeze_vit"))
@@ -156,6 +182,69 @@ def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         if draft.has(word):
             plan.append({"match": re.escape(name), "scale": round(float(draft.get(word)) / rate, 6)})
     return {"training.lr_scaling_plan": plan}
+
+
+# --- ms-swift's tokens and lengths ------------------------------------------------------------------------------------
+
+
+@conversion(":sw_tokens")
+def sw_tokens(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """New tokens, or text files of them (ModelArguments._init_new_special_tokens)."""
+    tokens: list[str] = []
+    for word in value if isinstance(value, list) else [value]:
+        if not str(word).endswith(".txt"):
+            tokens.append(str(word))
+            continue
+        file = draft.file_of(str(word))
+        if file is None:
+            return no(f"{word} is not here: list its tokens in {key_of(row)}")
+        tokens += read_config_text(file).split()
+    return {key_of(row): tokens} if tokens else {}
+
+
+@conversion(":token_area")
+def token_area(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Pixels of a picture or frame, from its tokens (qwen_vl_utils)."""
+    side = draft.patch_side()
+    if side is None:
+        return no(f"tokens of a picture there: write their number × the pixels of one into {key_of(row)}")
+    return {key_of(row): int(value) * side**2}
+
+
+@default_of("length_of_swift")
+def length_of_swift(draft: PeerSetup) -> int:
+    """The longest sample that the model takes, where `max_length` is not given (BaseArguments)."""
+    known = draft.text_facts().get("max_position_embeddings")
+    draft.note(f"{BASIC}.cutoff_len", "the model's own limit there" + ("" if known else ": write it here"))
+    return int(known or 32768)
+
+
+# --- axolotl's pictures -----------------------------------------------------------------------------------------------
+
+
+_KNOWS_ROLES = (
+    "qwen2_vl", "qwen3_5", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama3_2_vision", "llama4", "pixtral",
+    "mistral_v7_tekken",
+)  # fmt: skip
+"""Chat templates in which axolotl finds answers of rows with pictures (processing_strategies.py)."""
+
+
+@conversion(":ax_inputs")
+def ax_inputs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether questions are trained on. Of rows with pictures all but padding and pictures is, unless the setup's
+    template or `role_boundaries` say where answers are."""
+    is_multimodal = draft.has("processor_type") and draft.sees
+    knows = str(draft.get("chat_template")) in _KNOWS_ROLES or draft.has("role_boundaries[].role")
+    if is_multimodal and not knows and not is_on(value):
+        draft.note(key_of(row), "axolotl finds no answers in this model's rows with pictures, and trains on all")
+        return {key_of(row): True}
+    return {key_of(row): is_on(value)}
+
+
+@default_of("inputs_of_axolotl")
+def inputs_of_axolotl(draft: PeerSetup) -> bool | None:
+    """Off in a supervised setup, where pictures may turn it on (`ax_inputs`); other methods have no such setting."""
+    return False if draft.method == "sft" else None
 
 
 # --- batch, sharding, recomputation -----------------------------------------------------------------------------------
@@ -193,7 +282,8 @@ def lr_of_swift(draft: PeerSetup) -> float | None:
     """1e-5 for all weights, 1e-4 for adapters (SftArguments)."""
     if draft.has("lr"):
         return None
-    return 1e-5 if draft.get("tuner_type", draft.get("train_type", "lora")) == "full" else 1e-4
+    usual = "full" if draft.is_second_program else "lora"
+    return 1e-5 if draft.get("tuner_type", draft.get("train_type", usual)) == "full" else 1e-4
 
 
 @default_of("rlhf_type")

@@ -40,6 +40,12 @@ def loss_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {"posttrain.dpo.loss_type": names}
 
 
+def note_orpo(draft: PeerSetup) -> None:
+    """Say what ORPO's cross-entropy is of: TRL's trainer, which axolotl has, too, takes questions and answers."""
+    if draft.tool.name in ("trl", "axolotl") and "orpo" in draft.out.get("posttrain.dpo.loss_type", ()):
+        draft.note("posttrain.dpo.loss_type", "its cross-entropy is of the answers here, of the questions, too, there")
+
+
 @conversion(":sync_ref")
 def sync_ref(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The reference follows the policy (TR-DPO)."""

@@ -15,6 +15,7 @@ from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     DATASET,
+    MODEL,
     Outcome,
     PeerSetup,
     conversion,
@@ -26,8 +27,10 @@ from mindspeed_mm.tasks.importing.draft import (
     texts,
 )
 from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import first_columns, is_of_trl
+from mindspeed_mm.tasks.importing.run_values import first_row, is_of_trl
 
+_HYBRID = re.compile(r"(?i)qwen3-(0\.6|1\.7|4|8|14|32|30|235)b(-a\d+b)?$|qwen3\.[5-9]|glm-4\.[5-7](?!v)|deepseek-v3\.1")
+"""Name of a model that thinks or does not, as its prompt says."""
 _REASONING = re.compile(
     r"^(qwen3|qwen3_vl|qwen3_5|qwen3_6|glm4_moe|glm4v|hunyuan|deepseekr1|ernie|intern_s1|seed_oss|gpt)(?!.*no_?think)"
 )
@@ -66,8 +69,7 @@ def _of_hub(draft: PeerSetup, entry: dict[str, Any]) -> Any:
 
 def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     """The data sets of LLaMA-Factory's YAML: name → path, source, size and weight (v1/core/data_engine.py)."""
-    beside = [folder / name for folder in (Path(), draft.given.folder, *draft.given.folder.resolve().parents)]
-    path = next((each for each in beside if each.is_file()), None)
+    path = draft.file_of(name)
     if path is None:
         return no(f"{name} is not here: list its files in basic_parameters.dataset")
     entries: list[Any] = []
@@ -128,6 +130,11 @@ def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         if value == "default":
             draft.note(key_of(row), "there, an end token stands behind questions, too")
         return {key_of(row): str(value)}
+    if str(value).endswith("_nothink") and _can_do_both(draft):
+        draft.note(
+            f"{BASIC}.enable_thinking", f"{value} writes no thoughts there; here they are empty, and not trained on"
+        )
+        return {f"{BASIC}.enable_thinking": False}
     return idle("the model's own chat template is used; basic_parameters.template names another")
 
 
@@ -144,7 +151,7 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """ms-swift's system prompt, or the text file that holds it."""
     text = str(value)
     if text.endswith(".txt"):
-        file = next((each for each in (Path(text), draft.given.folder / text) if each.is_file()), None)
+        file = draft.file_of(text)
         if file is None:
             return no(f"{text} is not here: write its text into basic_parameters.default_system")
         text = read_config_text(file).strip()
@@ -154,14 +161,31 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":loss_scale")
 def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What of a conversation is trained on."""
-    word = str(value)
-    if word in ("default", "react", "ignore_empty_think", "default+ignore_empty_think"):
-        return {}
-    if word == "all":
-        return {f"{BASIC}.train_on_prompt": True}
-    if word.startswith("last_round"):
-        return {f"{BASIC}.mask_history": True}
-    return no("mark turns of rows with weight: 0, or set basic_parameters.mask_history")
+    of_turns = {"default": {}, "all": {f"{BASIC}.train_on_prompt": True}, "last_round": {f"{BASIC}.mask_history": True}}
+    names = str(value).split("+")
+    if "ignore_empty_think" not in names and _can_do_both(draft):
+        names.append("ignore_empty_think")
+    of_turns["ignore_empty_think"] = {f"{BASIC}.mask_empty_thoughts": True}
+    found = {key: each for name in names for key, each in of_turns.get(name, {}).items()}
+    if others := [name for name in names if name not in of_turns]:
+        draft.out |= found
+        what = f"{others[0]}: some texts of an answer count more than others there"
+        return no(f"{what}; all of its tokens count alike here")
+    return found
+
+
+def _can_do_both(draft: PeerSetup) -> bool:
+    """Whether the model thinks or does not, as it is told: ms-swift leaves its empty thoughts out of the loss
+    (TemplateArguments._set_loss_scale)."""
+    if is_on(draft.get("disable_ignore_empty_think", False)) or draft.method not in ("sft", "dpo"):
+        return False
+    folder = Path(str(draft.out.get(MODEL, draft.model_name)))
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            if "chat_template" in name or "chat_template" in text:
+                return "enable_thinking" in text
+    return bool(_HYBRID.search(draft.model_name))
 
 
 @conversion(":trl_answers")
@@ -170,7 +194,7 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     prompt and a completion unless `completion_only_loss` is off (SFTTrainer)."""
     if draft.method != "sft":
         return idle("answers are compared; nothing else is trained on")
-    columns = first_columns(draft)
+    columns = set(first_row(draft))
     if is_on(value) or columns == {"text"}:
         return {}
     has_completions = is_on(draft.get("completion_only_loss", columns >= {"prompt", "completion"}))
@@ -178,9 +202,16 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {}
     key = key_of(row)
     if not draft.has("assistant_only_loss"):
-        hint = "" if columns else "; remove it for rows with a prompt and a completion"
+        hint = "" if columns else "; remove it for rows with a prompt and a completion, template: completion for texts"
         draft.note(key, f"default of TRL: questions are trained on, too{hint}")
     return {key: True}
+
+
+@default_of("template_of_trl")
+def template_of_trl(draft: PeerSetup) -> str | None:
+    """TRL writes a chat template around messages alone: a prompt that is a text is followed by its completion."""
+    is_text = is_of_trl(draft) and draft.method != "pretrain" and isinstance(first_row(draft).get("prompt"), str)
+    return "completion" if is_text and not draft.has("chat_template_path") else None
 
 
 @default_of("answers_of_trl")

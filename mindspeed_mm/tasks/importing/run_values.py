@@ -47,7 +47,7 @@ def count_rows(draft: PeerSetup) -> int | None:
     names = entries.split(",") if isinstance(entries, str) else entries or []
     total = 0
     for entry in names:
-        if draft.tool.is_for_generators and (media := _media_in(entry)):
+        if draft.tool.is_for_generators and (media := media_in(entry)):
             total += media
             continue
         file = _file_of(draft, entry)
@@ -61,7 +61,7 @@ def count_rows(draft: PeerSetup) -> int | None:
     return total or None
 
 
-def _media_in(entry: Any) -> int:
+def media_in(entry: Any) -> int:
     """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
     folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
     if not folder.is_dir():
@@ -74,23 +74,23 @@ def _media_in(entry: Any) -> int:
     return total
 
 
-def first_columns(draft: PeerSetup) -> set[str]:
-    """The columns of the first row that the setup trains on; empty where its file is not here, or no JSON."""
+def first_row(draft: PeerSetup) -> dict[str, Any]:
+    """The first row that the setup trains on; empty where its file is not here, or no JSON."""
     entries = draft.out.get(DATASET)
     first = entries[0] if isinstance(entries, list) and entries else entries
     file = _file_of(draft, first)
     if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
         file = next(iter(sorted(folder.rglob("*.json*"))), None)
     if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
-        return set()
+        return {}
     with file.open("rb") as stream:
         content = stream.readline() if file.suffix == ".jsonl" else stream.read()
     try:
         row = parse_json(content)
     except ValueError:
-        return set()
+        return {}
     row = row[0] if isinstance(row, list) and row else row
-    return set(row) if isinstance(row, dict) else set()
+    return row if isinstance(row, dict) else {}
 
 
 def _file_of(draft: PeerSetup, entry: Any) -> Path | None:
@@ -193,11 +193,11 @@ def scheduler_kwargs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             value = parse_json(value.encode())
         except ValueError:
             value = {}
-    rate = float(draft.get("learning_rate", 5e-5))
+    rate = float(draft.out.get("training.lr", 5e-5))
     if isinstance(value, dict) and "min_lr" in value:
         return {"training.lr_min": float(value["min_lr"])}
     if isinstance(value, dict) and "min_lr_rate" in value:
-        return {"training.lr_min": rate * float(value["min_lr_rate"])}
+        return {"training.lr_min": float(f"{rate * float(value['min_lr_rate']):.6g}")}
     return no("training.lr_min, lr_decay_ratio and lr_wsd_style shape the schedule")
 
 
@@ -221,7 +221,7 @@ def warmup(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":min_lr_ratio")
 def min_lr_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The lowest rate as a share of the highest."""
-    return {"training.lr_min": float(draft.get("learning_rate", 0)) * float(value)}
+    return {"training.lr_min": float(f"{float(draft.out.get('training.lr', 0)) * float(value):.6g}")}
 
 
 @conversion(":constant_ratio")
@@ -383,8 +383,9 @@ def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @default_of("drop_last")
 def drop_last(draft: PeerSetup) -> bool | None:
-    """transformers' Trainer trains on every row of an epoch; prompts of GRPO come in whole groups."""
-    return None if draft.method == "grpo" else False
+    """transformers' Trainer trains on every row of an epoch, LLaMA-Factory's version 1 and Megatron do not; prompts of
+    GRPO come in whole groups."""
+    return None if draft.method == "grpo" or draft.is_second_program else False
 
 
 @default_of("warmup_of_axolotl")

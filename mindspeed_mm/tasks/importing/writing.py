@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.tasks.importing.draft import SettingResult
 from mindspeed_mm.tasks.importing.importing import Imported
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./*][\w./*@+~ -]*[\w./*+-]|[A-Za-z]")
+_PLAIN = re.compile(r"[A-Za-z0-9_./][\w./*@+~ -]*[\w./*+-]|[A-Za-z]")
 _WIDTH = 118
 
 

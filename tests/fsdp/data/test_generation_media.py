@@ -213,5 +213,7 @@ def test_a_column_may_hold_several_pictures() -> None:
     assert parse_row({**row, "source": "b.png"}, place, ColumnNames(), roles=roles).roles == {"source": "b.png"}
     apart = {**row, "source": "b.png", "source_3": "d.png"}
     assert parse_row(apart, place, ColumnNames(), roles=roles).roles == {"source": "b.png", "source_3": "d.png"}
+    of_musubi = {"image_path": "a.png", "caption": "x", "control_path_0": "b.png", "control_path_1": "c.png"}
+    assert parse_row(of_musubi, place, ColumnNames(), roles=roles).roles == {"source": "b.png", "source_2": "c.png"}
     with pytest.raises(DataError, match=r"rows.jsonl:3 .*source .*4 pictures, and the model takes 3 at most"):
         parse_row({**row, "source": ["b.png"] * 4}, place, ColumnNames(), roles=roles)

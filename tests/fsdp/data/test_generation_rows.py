@@ -81,6 +81,20 @@ class TestFormats:
             basic = BasicParameters(dataset_dir=str(tmp_path), data_folder=folder)
             assert build_media_loader(basic).read("1.png") == (b"x", "1.png")
 
+    def test_captions_in_a_file_beside_the_paths(self, tmp_path: Path) -> None:
+        """As CogVideoX's scripts have them: line by line, commas in captions or not."""
+        (tmp_path / "videos.txt").write_text("clips/a.mp4\n\nclips/b.mp4\n")
+        (tmp_path / "prompts.txt").write_text("a dog, running\ntwo cats\n")
+        basic = BasicParameters(dataset=str(tmp_path / "videos.txt"))
+        found = read_rows(basic)
+        assert [(each.media, each.captions) for each in map(found.__getitem__, range(2))] == [
+            (f"{tmp_path}/clips/a.mp4", ("a dog, running",)),
+            (f"{tmp_path}/clips/b.mp4", ("two cats",)),
+        ]
+        (tmp_path / "prompts.txt").write_text("a dog\n")
+        with pytest.raises(DataError, match=r"prompts.txt +1 captions, and 2 paths in videos.txt"):
+            read_rows(basic)
+
     def test_a_table_holds_lists_of_captions_and_numbers_as_text(
         self, tmp_path: Path, rows: Callable[..., GenerationRows]
     ) -> None:

@@ -299,6 +299,20 @@ def test_turns_are_found_alike_in_every_way(
             monkeypatch.undo()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_empty_thoughts_may_be_left_out_of_the_loss(build: Callable[..., Qwen2VLDataset], name: str) -> None:
+    """As ms-swift's `ignore_empty_think`: the model reads them; thoughts with words are trained."""
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    for whole in (False, True):
+        plain, masked = (build(name, row, mask_empty_thoughts=flag, train_on_prompt=whole)[0] for flag in (False, True))
+        tokenizer = build(name, row).processor if name == "qwen3" else build(name, row).processor.tokenizer
+        assert masked["input_ids"].tolist() == plain["input_ids"].tolist()
+        assert "</think>\n\nyes" in "".join(trained(tokenizer, plain))
+        assert "think" not in "".join(trained(tokenizer, masked)) and "yes" in trained(tokenizer, masked)[-1]
+    row["messages"][1]["content"] = "<think>\nhm\n</think>\n\nyes"
+    assert "hm" in trained(tokenizer, build(name, row, mask_empty_thoughts=True)[0])[0]
+
+
 CHANGED = {(name, "tools", False) for name in ("qwen3", "qwen3_5", "qwen3_omni", "pixtral")}
 """Conversations of which only marks can tell the turns: the template writes earlier ones differently once others
 follow, and turns with calls have no text to exchange. The other ways refuse them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,19 @@ def test_file_beats_name_beats_own(tokenizer: Any, tmp_path: Path) -> None:
         rendered(template="qwen3_vll")
     with pytest.raises(DataError, match="does not exist"):
         rendered(chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_completion_is_behind_its_prompt(tokenizer: Any) -> None:
+    """As TRL's SFTTrainer tokenises a prompt and a completion that are texts: no marks, and the end token behind."""
+    template = build_template(tokenizer, BasicParameters(template="completion"))
+    chat = [{"role": "user", "content": "The sky is"}, {"role": "assistant", "content": " blue."}]
+    text, [(start, end)] = template.render_with_spans(chat, [False, True])
+    assert text == "The sky is blue." + tokenizer.eos_token and text[start:end] == " blue." + tokenizer.eos_token
+    with_first = copy.deepcopy(tokenizer)
+    with_first.add_special_tokens({"bos_token": "<|endoftext|>"})
+    assert (
+        build_template(with_first, BasicParameters(template="completion")).render(chat[:1]) == "<|endoftext|>The sky is"
+    )
 
 
 def test_a_nothink_name_turns_thinking_off(tokenizer: Any) -> None:

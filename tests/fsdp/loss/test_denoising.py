@@ -96,7 +96,7 @@ def by_hand(model: Denoiser, given: dict[str, Any], made: dict[str, Any], weight
     return total
 
 
-@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap", "bell"])
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "sigma_squared", "cosmap", "bell"])
 @pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "beta"])
 def test_loss_is_the_formula(weighting: str, density: str) -> None:
     loss = objective(loss_weighting=weighting, timestep_density=density, shift=2.5)
@@ -127,6 +127,7 @@ def test_prior_preservation_is_the_formula() -> None:
 
 def test_weights_by_name_have_the_published_values() -> None:
     assert loss_weight("sigma_sqrt", 0.5) == pytest.approx(4.0)
+    assert loss_weight("sigma_squared", 0.5) == pytest.approx(0.25)
     assert loss_weight("cosmap", 0.5) == pytest.approx(2 / (math.pi * 0.5))
     levels = (np.arange(100_000) + 0.5) / 100_000
     assert np.mean([loss_weight("bell", s) for s in levels]) == pytest.approx(1.0, rel=1e-6)

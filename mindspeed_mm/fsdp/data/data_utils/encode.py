@@ -6,6 +6,7 @@ placeholder tokens are replaced by the tokens of their media afterwards, so noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -38,6 +39,7 @@ from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
 
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
 
@@ -48,6 +50,7 @@ class EncodeOptions:
     cutoff_len: int
     train_on_prompt: bool = False
     mask_history: bool = False
+    mask_empty_thoughts: bool = False
     truncation: Literal["drop", "shrink", "split", "error"] = "drop"
     """`split`: documents are encoded whole, whatever their length; whoever takes them cuts them."""
     train_media: bool = False
@@ -394,6 +397,10 @@ class SampleEncoder:
         for span, weight in zip(spans, compress(weights, is_told_apart), strict=True):
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
+        # A template may write `<think>` before the turn: the whole text is searched.
+        for thought in _EMPTY_THOUGHT.finditer(text) if self._options.mask_empty_thoughts else ():
+            first, last = token_span(encoding, placed.moved(thought.span()))
+            counts[first:last] = 0
         ids = np.array(encoding.ids, dtype=np.int64)
         places = self._places.token_places(placed, encoding)
         ids, counts, media_spans = _with_media(ids, counts, places, trained=self._options.train_media)

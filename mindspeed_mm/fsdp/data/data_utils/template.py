@@ -17,7 +17,13 @@ import jinja2
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
-from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import ALPACA, EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import (
+    ALPACA,
+    COMPLETION,
+    EMPTY,
+    FORMATS,
+    whisper_format,
+)
 from mindspeed_mm.fsdp.data.data_utils.turns import joined, words_said
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
@@ -376,6 +382,7 @@ def _register_builtin() -> None:
         thinking = False if name.endswith("_nothink") else None
         TEMPLATES.register(name)(NamedTemplate(None, thinking, stand_in=source))
     register_template("empty", EMPTY, ends_turns=False)
+    register_template("completion", COMPLETION)
     register_template("alpaca", ALPACA)
 
 

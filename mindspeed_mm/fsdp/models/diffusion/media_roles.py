@@ -99,14 +99,18 @@ def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -
 FIRST_FRAME = MediaRole("first_frame", ("first_frame", "first_image"), "one", "image", "image", frame_of_target=0)
 LAST_FRAME = MediaRole("last_frame", ("last_frame", "last_image"), "one", "last_image", "last_image", -1)
 _SOURCES = ("source", "source_image", "input_image", "edit_image")
-SOURCE_PICTURE = MediaRole("source", _SOURCES, "one", "image", "image")
-FURTHER_SOURCES = numbered(SOURCE_PICTURE, range(2, 4))
+SOURCE_PICTURE = MediaRole("source", (*_SOURCES, "control_path", "control_path_0"), "one", "image", "image")
+FURTHER_SOURCES = tuple(
+    replace(role, columns=(*role.columns, f"control_path_{number}"))
+    for number, role in enumerate(numbered(replace(SOURCE_PICTURE, columns=_SOURCES), range(2, 4)), 1)
+)
+"""musubi-tuner's tables count `control_path_0`, `control_path_1` …"""
 MASK_OF_PICTURE = MediaRole("mask", ("mask", "mask_image"), "one", "mask", "mask_image")
 PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", frame_of_target=0)
 SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
 CONTROL_VIDEO = MediaRole(
     "control",
-    ("control", "control_video", "src_video", "source"),
+    ("control", "control_video", "src_video", "control_path", "source"),
     "all",
     "control",
     "video",

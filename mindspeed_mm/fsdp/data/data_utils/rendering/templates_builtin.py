@@ -146,6 +146,9 @@ _KIMI_MEDIA = ("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 EMPTY = _format(_CONCATENATION)
 """The texts of the messages, one after the other."""
 
+COMPLETION = _format("{{- bos_token -}}" + _CONCATENATION)
+"""The same behind the tokenizer's first token, if it has one."""
+
 ALPACA = _format(_ALPACA)
 """The prompts of Stanford Alpaca, as LLaMA-Factory's template of this name writes them."""
 

@@ -2,7 +2,7 @@
 .txt files.
 
 `combine`: each line is `folder,annotation file`; the paths in the annotations start at the folder.
-`standard`: a table in any format; a .txt table has `file<TAB>caption` lines.
+`standard`: a table in any format; a .txt table has `file<TAB>caption` lines, or paths alone beside a file of captions.
 
 Folders beside them may hold media that belong to those of a data set by their names: masks, control videos, pictures
 before an edit.
@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.media_folders import (
     holds_media,
     open_media_folder,
 )
-from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry
+from mindspeed_mm.fsdp.params.data_args import CAPTIONS_OF_LISTS, BasicParameters, DataEntry
 
 _MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
 _MODES = ("standard", "combine")
@@ -84,15 +84,33 @@ class RowFile:
 
 
 class TextTable:
-    """A .txt file with `file<TAB>caption` lines (or `file,caption`, cut at the first comma).
+    """A .txt file with `file<TAB>caption` lines (or `file,caption`, cut at the first comma), or of paths alone beside a
+    file of as many captions (`CAPTIONS_OF_LISTS`).
 
     Raises:
-        DataError: The file is empty or not UTF-8.
+        DataError: A file is empty or not UTF-8, or there are more captions than paths, or fewer.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
         self._lines = _lines(path)
+        self._captions = self._captions_beside()
+
+    def _captions_beside(self) -> list[str] | None:
+        """The lines of `prompts.txt` beside a file of paths alone, as CogVideoX's scripts have them; None where each
+        line of the file has its caption."""
+        found = [self.path.with_name(name) for name in CAPTIONS_OF_LISTS if name != self.name]
+        beside = next((each for each in found if each.is_file()), None)
+        if beside is None or any(mark in self._lines[0][1] for mark in "\t,"):
+            return None
+        captions = [line for _, line in _lines(beside)]
+        if len(captions) != len(self._lines):
+            raise DataError(
+                f"{len(captions)} captions, and {len(self._lines)} paths in {self.name}",
+                where=beside.name,
+                way_out="Write a line of each for every clip.",
+            )
+        return captions
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -102,12 +120,15 @@ class TextTable:
         return RowLocation(self.path.name, self._lines[index][0])
 
     def raw(self, index: int) -> bytes:
-        """The line of row `index`."""
-        return self._lines[index][1].encode()
+        """The line of row `index`, with its caption where that is in a file of its own."""
+        line = self._lines[index][1]
+        return (line if self._captions is None else f"{line}\t{self._captions[index]}").encode()
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index` as `file` and `captions`."""
         number, line = self._lines[index]
+        if self._captions is not None:
+            return {"file": line.strip(), "captions": self._captions[index].strip()}
         file, separator, caption = line.partition("\t")
         if not separator:
             file, separator, caption = line.partition(",")

@@ -281,7 +281,12 @@ class Qwen2VLDataset(MMDataset):
             plugin=self.plugin,
             media=self.media,
             options=EncodeOptions(
-                basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.if_too_long, self.train_media
+                basic.cutoff_len,
+                basic.train_on_prompt,
+                basic.mask_history,
+                basic.mask_empty_thoughts,
+                basic.if_too_long,
+                self.train_media,
             ),
         )
 
@@ -338,7 +343,7 @@ def _placed(dataset: type[Qwen2VLDataset], place: RowLocation) -> Iterator[None]
         ) from error
 
 
-_ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system")
+_ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system", "mask_empty_thoughts")
 """Keys that older runs did not have: unset, they are no part of what is compared."""
 _SHAPING_BASIC = {
     "template",
@@ -348,6 +353,7 @@ _SHAPING_BASIC = {
     "cutoff_len",
     "train_on_prompt",
     "mask_history",
+    "mask_empty_thoughts",
     "max_samples",
     "stage",
     "truncation",
