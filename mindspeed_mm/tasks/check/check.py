@@ -460,11 +460,10 @@ class _Check:
         loss_type = self.config.arguments.features.loss_cfg.loss_type
         if has_tokens and is_models_own(loss_type, has_head=bool(self.outline.spec.head)):
             given |= {"labels"} & self.batch.keys()
-        parameters = check_arguments(model, given)
+        taken = check_arguments(model, given)
         if has_tokens:
             collator = self.config.arguments.data.dataloader_param.collate_param.model_name
-            plugin, taken = self.dataset.plugin, parameters.keys()
-            self.result.notes += notes_on_keys(self.processor, plugin, collator, given, taken)
+            self.result.notes += notes_on_keys(self.processor, self.dataset.plugin, collator, given, taken)
             self._forward_on_meta(given)
         elif not draws_samples(self.config.arguments):
             self._dropped_captions()

@@ -220,7 +220,7 @@ class _Stretches:
         self._counts, self._ends = counts_RE, counts_RE.cumsum(axis=0) if ends_RE is None else ends_RE
 
     def line(self, rank: int) -> _Stretches:
-        """Those of one rank."""
+        """The stretches of a single rank."""
         return _Stretches(self._counts[rank], self._ends[rank])
 
     def shared_with(self, others: _Stretches) -> np.ndarray:
