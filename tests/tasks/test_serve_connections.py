@@ -85,7 +85,7 @@ def test_half_sent_requests_keep_no_client_out(generator: Generator, crowd: Exit
         for _ in range(3):
             assert asked(address)[0] == 200
             assert asked(address, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")[0] == 200
-        assert time.monotonic() - begun_s < 20 < limits.max_head_seconds
+        assert time.monotonic() - begun_s < limits.max_head_seconds
         first = received(half[0])
         assert status_of(first) == 429 and b"--max-connections-per-address 16" in first
         crowd.close()

@@ -147,7 +147,10 @@ def _resolve(path: Path) -> tuple[str, Path]:
             return "run", path
         path = path / layout.RELEASE
     elif kind != "dcp":
-        way_out = "Name a run, or one of its steps. Training starts from a model's folder: model.model_name_or_path."
+        way_out = (
+            "Name a run, or one of its steps. Training starts from a Hugging Face folder, in model.model_name_or_path: "
+            "`mm convert` makes one of other layouts."
+        )
         if kind == "adapters":
             way_out = "Name it in training.lora.pretrained_lora_path to start from these adapters."
         what = f"is a folder of kind '{kind}', not a checkpoint of a run"

@@ -51,12 +51,13 @@ def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_pa
     make_source(source, WEIGHT + 1)
     parent = tmp_path / "parent"
     target = parent / "dcp"
-    write(older, tmp_path / "before")
+    made = tmp_path / "made" / "dcp"  # its name stands in it
+    write(older, made)
     before = everything(source)
     seen = set()
     for change in killed_before_each_change(
         parent,
-        lambda: shutil.copytree(tmp_path / "before", target),
+        lambda: shutil.copytree(made, target),
         lambda: write(source, target),
         lambda changes: [*range(0, changes - 1, every), changes - 1],
     ):

@@ -327,7 +327,8 @@ def test_whole_conversations_are_trained_where_they_differ() -> None:
         ({"messages": turns("a"), "chosen": "", "rejected": "b"}, "chosen", "'' is not an answer"),
         ({"messages": turns("a"), "chosen": 1, "rejected": "b"}, "chosen", "1 is not an answer"),
         ({"messages": turns("a", "b"), "chosen": "c", "rejected": "d"}, "message 1", "end with a turn of the model"),
-        ({"chosen": "c", "rejected": "d"}, "messages", "nothing comes before the answers"),
+        ({"chosen": "c", "rejected": "d"}, "rejected", "chosen and rejected begin differently"),
+        ({"chosen": turns("a")[0], "rejected": "d"}, "messages", "nothing comes before the answers"),
         (
             {"chosen": turns("a", "b"), "rejected": turns("a", "b", "c", "d")},
             "rejected",

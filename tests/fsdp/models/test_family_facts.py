@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, POOLED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.sd3.modeling_sd3 import StableDiffusion3Adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from tests.helpers.sd3_plugin import OutsideSD3
+from mindspeed_mm.fsdp.utils.register import model_register
 from tests.helpers.tiny_sd3 import T5_TOKENS, make_tiny_sd3
 
 
@@ -30,10 +32,20 @@ class TableSD3(StableDiffusion3Adapter):
     most_text_tokens = T5_TOKENS
 
 
+@pytest.fixture
+def outside_sd3(monkeypatch: pytest.MonkeyPatch) -> type[DiffusionAdapter]:
+    """A plugin's family, which to import would register for the whole process."""
+    monkeypatch.setattr(model_register, "_entries", dict(model_register.loaded()))
+    monkeypatch.delitem(sys.modules, "tests.helpers.sd3_plugin", raising=False)
+    found: type[DiffusionAdapter] = importlib.import_module("tests.helpers.sd3_plugin").OutsideSD3
+    monkeypatch.delitem(sys.modules, "tests.helpers.sd3_plugin")
+    return found
+
+
 @torch.no_grad()
-def test_a_table_says_what_every_method_written_out_says(tmp_path: Path) -> None:
+def test_a_table_says_what_every_method_written_out_says(tmp_path: Path, outside_sd3: type[DiffusionAdapter]) -> None:
     folder = make_tiny_sd3(tmp_path / "model")
-    table, written = TableSD3(folder), OutsideSD3(folder)
+    table, written = TableSD3(folder), outside_sd3(folder)
     encoders = load_encoders(table, torch.device("cpu"))
     pixels = torch.randint(0, 256, (2, 3, 1, 16, 24), dtype=torch.uint8)
     latents = table.encode_media(encoders, pixels)
@@ -184,6 +196,6 @@ def test_tables_and_zeros_are_set_from_scratch() -> None:
     assert module.audio_scale_shift_table.std().item() == pytest.approx(400**-0.5, rel=0.1)
 
 
-def test_a_plugin_without_tables_keeps_its_own_methods(tmp_path: Path) -> None:
+def test_a_plugin_without_tables_keeps_its_own_methods(tmp_path: Path, outside_sd3: type[DiffusionAdapter]) -> None:
     adapter = find_adapter(make_tiny_sd3(tmp_path / "model"), "outside_sd3")
-    assert type(adapter) is OutsideSD3 and adapter.requirements() == []
+    assert type(adapter) is outside_sd3 and adapter.requirements() == []
