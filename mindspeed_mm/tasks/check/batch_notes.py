@@ -55,7 +55,7 @@ def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]
     tokenizer, word = tokenizer_of(processor), "a"
     try:
         made = list(processor(text=[word])["input_ids"][0])
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code: not without media
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
         return []
     plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
     beginning = made[: -len(plain)]
@@ -64,6 +64,6 @@ def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]
     if all(row[: len(beginning)] == beginning for row in input_ids_BL.tolist()):
         return []
     return [
-        f"{type(processor).__name__} begins every text with {tokenizer.decode(beginning)!r}, the rows do not: the model "
-        "may answer worse; a template that begins with it can write it (docs/data.md, B)"
+        f"{type(processor).__name__} begins every text with {tokenizer.decode(beginning)!r}, the rows do not: the "
+        "model may answer worse; a template that begins with it can write it (docs/data.md, B)"
     ]

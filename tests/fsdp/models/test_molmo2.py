@@ -153,7 +153,7 @@ def test_packed_rows_are_refused(folder: Path) -> None:
 
 
 def test_an_export_cuts_the_words_where_the_release_does(folder: Path) -> None:
-    """`save_pretrained` of transformers 5.23 writes two equal parts; the release has words, and words that were added."""
+    """`save_pretrained` of transformers 5.23 writes two equal parts; the release has words and added ones."""
     stored = load_file("model/model.safetensors")
     names = [f"model.transformer.wte.{part}" for part in ("embedding", "new_embedding")]
     words = torch.cat([stored[name] for name in names])
