@@ -41,6 +41,9 @@ Columns = dict[str, list[LazyTensor]]
 _STORED_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
 """A model that was loaded → name after transformers' renamings → key in the folder that it came from."""
 
+_LENGTHS: WeakKeyDictionary[Operation, dict[int, list[int]]] = WeakKeyDictionary()
+"""A concatenation that was done → length of its result → those of its parts; the same of the cut that undoes it."""
+
 
 @dataclass
 class Group:
@@ -168,7 +171,7 @@ def saving_steps(
         # Whether a prefix once stood in front of the keys is known only of a model that was loaded.
         used = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     # What was done last is undone first.
-    renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(used)])
+    renamings, converters = _by_kind([_turned_round(rule) for rule in reversed(used)])
     stored_names = _STORED_NAMES.get(model, {})
 
     def stored_name(key: str) -> str:
@@ -176,6 +179,20 @@ def saving_steps(
 
     steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
     return [step.with_targets(stored_name) for step in steps]
+
+
+def _turned_round(rule: WeightTransform) -> WeightTransform:
+    """A rule for the way back, which cuts where the folder that was read did, as Molmo2's words and added words do:
+    transformers cuts into equal parts."""
+    back = rule.reverse_transform()
+    for op, undoing in zip(_operations(rule), reversed(_operations(back)), strict=True):
+        if op in _LENGTHS:
+            _LENGTHS[undoing] = _LENGTHS[op]
+    return back
+
+
+def _operations(rule: WeightTransform) -> Sequence[Operation]:
+    return attribute_at(rule, "operations", ())
 
 
 def go_back_as(outline: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -270,6 +287,9 @@ def _concatenate(op: Operation, columns: Columns, group: Group, model: PreTraine
     ordered: list[LazyTensor] = []
     for pattern in group.converter.source_patterns:
         ordered += columns.get(pattern, [])
+    if len(ordered) == len(group.converter.source_patterns):
+        lengths = [tensor.shape[op.dim] for tensor in ordered]
+        _LENGTHS.setdefault(op, {})[sum(lengths)] = lengths
     return {group.converter.target_patterns[0]: [Concatenated(ordered, op.dim)]}
 
 
@@ -278,7 +298,8 @@ def _chunk(op: Operation, columns: Columns, group: Group, model: PreTrainedModel
     targets = op.get_target_patterns(group.converter.target_patterns, config=model.config)
     total = base.shape[op.dim]
     length = -(-total // len(targets))  # as torch.chunk: rounded up, the last one shorter
-    sizes = [min(length, total - start) for start in range(0, total, length)]
+    equal = [min(length, total - start) for start in range(0, total, length)]
+    sizes = _LENGTHS.get(op, {}).get(total, equal)
     return _runs(base, op.dim, targets, sizes)
 
 

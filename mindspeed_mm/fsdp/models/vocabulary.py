@@ -70,6 +70,7 @@ def _check_added_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, wh
 def _check_media_tokens(
     config: PreTrainedConfig | None, processor: ProcessorMixin | PreTrainedTokenizerBase, where: str
 ) -> None:
+    of_pictures = {attribute_at(config, f"image_token_{what}") for what in ("id", "index")}
     for kind in _MEDIA:
         own = attribute_at(processor, f"{kind}_token_id")
         # Gemma 3's own mark stands in the text before a picture is filled in; the model looks for what it becomes.
@@ -78,7 +79,8 @@ def _check_media_tokens(
             sought = attribute_at(config, key)
             if not isinstance(own, int) or not isinstance(sought, int) or sought in (own, *filled_in):
                 continue
-            if not (kind == "image" and _fills_in(processor, sought)):
+            # Molmo2 looks for frames by the token of pictures, which its processor fills in for both.
+            if not ((kind == "image" or sought in of_pictures) and _fills_in(processor, sought)):
                 raise ModelFolderError(
                     f"the model looks for {kind}s at token {sought}, the processor marks them by {own}",
                     where=where,

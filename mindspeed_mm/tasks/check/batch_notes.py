@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from mindspeed_mm.fsdp.data.data_utils.data_collator import keys_beside
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of, marks_left_to_collators
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 def notes_on_keys(
@@ -36,3 +40,30 @@ def notes_on_keys(
             "(docs/data.md, B)"
         )
     return notes
+
+
+def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]:
+    """A remark where a processor begins every text with tokens that rows of a batch lack, as Molmo2's does, which
+    neither the tokenizer nor the chat template writes.
+
+    Args:
+        processor: Of the model.
+        input_ids_BL: Of the first batch, padded on the right.
+    """
+    if setting_of(processor, object, "tokenizer") is None:
+        return []
+    tokenizer, word = tokenizer_of(processor), "a"
+    try:
+        made = list(processor(text=[word])["input_ids"][0])
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
+        return []
+    plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
+    beginning = made[: -len(plain)]
+    if not beginning or made[-len(plain) :] != plain:
+        return []
+    if all(row[: len(beginning)] == beginning for row in input_ids_BL.tolist()):
+        return []
+    return [
+        f"{type(processor).__name__} begins every text with {tokenizer.decode(beginning)!r}, the rows do not: the "
+        "model may answer worse; a template that begins with it can write it (docs/data.md, B)"
+    ]

@@ -450,7 +450,7 @@ class _Check:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
         from mindspeed_mm.fsdp.loss.objectives import is_models_own
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
-        from mindspeed_mm.tasks.check.batch_notes import notes_on_keys
+        from mindspeed_mm.tasks.check.batch_notes import notes_on_beginnings, notes_on_keys
         from mindspeed_mm.tasks.check.forward import check_arguments
 
         model = self.outline.model
@@ -464,6 +464,8 @@ class _Check:
         if has_tokens:
             collator = self.config.arguments.data.dataloader_param.collate_param.model_name
             self.result.notes += notes_on_keys(self.processor, self.dataset.plugin, collator, given, taken)
+            if "input_ids" in self.batch:
+                self.result.notes += notes_on_beginnings(self.processor, self.batch["input_ids"])
             self._forward_on_meta(given)
         elif not draws_samples(self.config.arguments):
             self._dropped_captions()

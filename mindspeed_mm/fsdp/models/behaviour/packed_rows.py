@@ -98,6 +98,23 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
     if looking_beyond:
         yield f"the model has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
+    if attribute_at(model, "config.model_type", "") not in _IMAGE_BLOCKS and _joins_blocks(model):
+        yield "tokens of its pictures see each other both ways, and those of two documents would"
+
+
+def _joins_blocks(model: nn.Module) -> bool:
+    """Whether a model around the decoder makes masks in which blocks of tokens see each other both ways, as Molmo2's
+    do: transformers calls the numbers of blocks `block_sequence_ids`."""
+    decoder = f"{name_of(model, decoder_of(model))}."
+    around = [module for name, module in model.named_modules() if not name or decoder.startswith(f"{name}.")]
+    return any("block_sequence_ids" in _source_of(type(module)) for module in around)
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # made at run time
+        return ""
 
 
 def _calls_attention_interface(model: nn.Module) -> bool:

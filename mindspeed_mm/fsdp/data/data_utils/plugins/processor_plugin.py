@@ -6,7 +6,7 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     MediaFeatures,
     Placeholder,
     TokenMarks,
+    complete_of,
     no_such_media,
     placeholders_of,
     tells_replacements,
@@ -270,7 +271,7 @@ class ProcessorPlugin:
         kind: MediaKind,
         tensors: Mapping[str, Any],
         alone: Mapping[str, Any],
-        ask: Callable[..., Mapping[str, Any]],
+        ask: partial[Mapping[str, Any]],
         text: str,
     ) -> None:
         """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
@@ -296,7 +297,31 @@ class ProcessorPlugin:
                     way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
                     f"encodes a single {kind} (docs/data.md, B).",
                 )
+        if kind == "image" and complete_of(self) is None:
+            self._check_joined(tensors, ask, text)
         self._fit_to_be_asked.add(kind)
+
+    def _check_joined(self, tensors: Mapping[str, Any], ask: partial[Mapping[str, Any]], text: str) -> None:
+        """Raise `ConfigError` where whole numbers that a processor makes of two pictures are not those of each, joined:
+        Molmo2's count patches through all pictures of a call."""
+        try:
+            of_two = ask(text=[text * 2], images=[ask.keywords["images"] * 2])
+            joined = self.collate([MediaFeatures("image", np.zeros(0, dtype=np.int64), dict(tensors))] * 2)
+        except (ValueError, RuntimeError, DataError):  # it takes a single picture, or one way to give it
+            return
+        apart = []
+        for name in joined.keys() & of_two.keys():
+            own, whole = torch.as_tensor(joined[name]), torch.as_tensor(of_two[name])
+            if own.shape == whole.shape and not own.is_floating_point() and not own.equal(whole):
+                apart.append(name)
+        if apart:
+            raise ConfigError(
+                f"{type(self._processor).__name__} makes {', '.join(sorted(apart))} of all pictures of a call, not of "
+                "each by itself",
+                key="model.model_name_or_path",
+                way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
+                "whose `collate` moves these numbers as the processor does (docs/data.md, B).",
+            )
 
     def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
