@@ -307,7 +307,8 @@ class ProcessorPlugin:
         try:
             of_two = ask(text=[text * 2], images=[ask.keywords["images"] * 2])
             joined = self.collate([MediaFeatures("image", np.zeros(0, dtype=np.int64), dict(tensors))] * 2)
-        except (ValueError, RuntimeError, DataError):  # it takes a single picture, or one way to give it
+        except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, DataError):
+            # It takes a single picture, or one way to give it.
             return
         apart = []
         for name in joined.keys() & of_two.keys():
