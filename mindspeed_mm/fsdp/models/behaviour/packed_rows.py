@@ -107,14 +107,20 @@ def _joins_blocks(model: nn.Module) -> bool:
     do: transformers calls the numbers of blocks `block_sequence_ids`."""
     decoder = f"{name_of(model, decoder_of(model))}."
     around = [module for name, module in model.named_modules() if not name or decoder.startswith(f"{name}.")]
-    return any("block_sequence_ids" in _source_of(type(module)) for module in around)
+    return any(_names_in_code(type(module), "block_sequence_ids") for module in around)
 
 
-def _source_of(kind: type) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # made at run time
-        return ""
+def _names_in_code(kind: type, word: str) -> bool:
+    """Whether a method of a class reads, sets or passes something of that name. Compiled code is looked at: to parse
+    the source takes a tenth of a second, and fails beside other threads in Python 3.11."""
+    for member in vars(kind).values():
+        code = attribute_at(inspect.unwrap(member) if callable(member) else member, "__code__")
+        if code is None:
+            continue
+        keywords = [name for each in code.co_consts if isinstance(each, tuple) for name in each]
+        if word in (*code.co_names, *code.co_varnames, *code.co_consts, *keywords):
+            return True
+    return False
 
 
 def _calls_attention_interface(model: nn.Module) -> bool:
