@@ -119,13 +119,14 @@ class InDouble(TorchFunctionMode):
     """What a model wants in fp32 it gets in fp64, whatever the tensor."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.view:  # of bits
-            return function(*args, **(kwargs or {}))
-        function = torch.Tensor.double if function is torch.Tensor.float else function
-        wide = {torch.float32: torch.float64}
-        args = [wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
-        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
-        return function(*args, **named)
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        elif function is not torch.Tensor.view:  # of bits
+            if any(value is torch.float32 for value in args):
+                args = [torch.float64 if value is torch.float32 else value for value in args]
+            if kwargs and kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return function(*args, **(kwargs or {}))
 
 
 # --- media ------------------------------------------------------------------------------------------------------------

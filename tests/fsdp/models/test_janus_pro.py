@@ -184,9 +184,15 @@ def test_both_terms_are_those_by_hand(run: Path) -> None:
         assert (counts["picture"] == 0) == (numbers == (2,))
 
 
+@cache
+def whole_steps(yaml: str) -> Any:
+    """Of one process, whose rows stand apart."""
+    return steps_of(yaml, [])
+
+
 def test_two_steps_equal_a_bare_loop(run: Path) -> None:
+    measured = whole_steps(str(run))
     with keeping_double(), InDouble():
-        measured = train_steps(str(run), [FP64])
         model, dataset = reference(run.parent / "model"), built_rows(run)
         model.model.vqmodel.requires_grad_(False)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -210,14 +216,14 @@ def steps_of(yaml: str, words: list[str], packs: bool = False) -> Any:
 
 
 def test_packed_rows_are_the_same(run: Path) -> None:
-    compare_steps(steps_of(str(run), []), steps_of(str(run), [], packs=True), 1e-8)
+    compare_steps(whole_steps(str(run)), steps_of(str(run), [], packs=True), 1e-8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["features.recompute=true"], ["parallel.tensor_parallel_size=2"]])
 def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     """One rank draws and sees, the other does neither, and the other way round."""
-    expected = steps_of(str(run), [])
+    expected = whole_steps(str(run))
     micro = 2 if "tensor" in "".join(more) else 1
     words = [f"training.micro_batch_size={micro}", *more]
     for measured in run_ranks(2, steps_of, str(run), words, timeout_s=120):
