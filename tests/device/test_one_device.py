@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_mm.fsdp.data.data_utils import byte_pixels
 from mindspeed_mm.fsdp.features.memory import activation_offload
 from mindspeed_mm.fsdp.optimizer import muon
 from tests.helpers.runs import differing, mm, tensors, train
@@ -37,6 +38,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "recompute": (RECOMPUTE,),
     "preloaded batches": ("data.dataloader_param.enable_preload=true",),
+    "pixels as bytes": ("data.dataloader_param.num_workers=1",),
+    "preloaded pixels as bytes": ("data.dataloader_param.num_workers=1", "data.dataloader_param.enable_preload=true"),
     "activations on the host": (ACTIVATIONS,),
     "recompute, inputs on the host": (ACTIVATIONS, RECOMPUTE, ACCUMULATED),
     "gradients on the host": (GRADIENTS, ACCUMULATED),
@@ -59,6 +62,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def everything_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(byte_pixels, "LEAST_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,7 @@ def build_mm_dataloader(
     timeout_s: float | None = None,
     group: object = None,
     for_passes: bool = False,
+    pixels_as_bytes: bool = False,
 ) -> MMDataLoader:
     """The loader of one data rank.
 
@@ -126,6 +127,8 @@ def build_mm_dataloader(
         timeout_s: Longest wait for a micro-batch; None: that of the section.
         group: The `dp_size` ranks, which tell each other the sizes of samples; None: this one finds out all of them.
         for_passes: Nothing but `one_pass` is asked of the loader, as for validation.
+        pixels_as_bytes: Pictures come from workers as bytes, and batches are used by `move` alone, which makes numbers
+            of them on the device.
 
     Raises:
         ConfigError: A sampler, a mode, a limit or a collator is unknown, or does not go with the data set.
@@ -149,6 +152,7 @@ def build_mm_dataloader(
         workers=WorkerOptions(
             *_processes(dataset, dataloader_param, micro_batch_size),
             pin_memory=get_device_type() != "cpu" and pin is not False,
+            pixels_as_bytes=pixels_as_bytes,
             timeout_s=timeout_s,
             slot_bytes=_slot_bytes(dataset, order),
         ),

@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.byte_pixels import tables_of, with_stand_ins
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery, Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
@@ -213,13 +214,18 @@ class MMDataLoader:
 
     def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
         requests = (BatchRequest(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
-        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces)
+        travels = self._workers.pixels_as_bytes and self._workers.num_workers > 0
+        tables = tables_of(self.dataset.processor) if travels else {}
+        maker = BatchMaker(
+            self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces, tables=tables
+        )
         if self._workers.num_workers == 0:
             yield from (self._accept(maker[request], None) for request in requests)
             return
         pool = WorkerPool(maker, self._seed, self._workers)
         try:
-            yield from (self._accept(delivery, pool.slots) for delivery in pool.deliveries(requests))
+            for delivery in pool.deliveries(requests):
+                yield with_stand_ins(self._accept(delivery, pool.slots), tables)
         finally:
             pool.close()
 

@@ -20,6 +20,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL, TRAINED_KEYS, Batch
 from mindspeed_mm.core.errors import DataError, MMError, told_as
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.byte_pixels import Tables, as_bytes
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skipping
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_batch_lengths, check_lengths
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
@@ -66,6 +67,7 @@ class BatchMaker(Dataset[Delivery]):
         collate: Samples → batch.
         seed: Of replacements, and of the random numbers that a plugin's data set may draw.
         slots: Shared memory to put batches into; None: they are returned as they are.
+        tables: Of pictures that travel as bytes.
         shape: What a micro-batch may hold, where samples are put together by their sizes: then a bad one is left out,
             and only one that would be empty gets a replacement.
         replaces: Let other samples stand in for bad ones. Otherwise, as in a pass over all of them, bad ones are left
@@ -80,10 +82,11 @@ class BatchMaker(Dataset[Delivery]):
         slots: SharedSlots | None = None,
         shape: BatchShape | None = None,
         *,
+        tables: Tables | None = None,
         replaces: bool = True,
     ) -> None:
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
-        self._replaces = replaces
+        self._replaces, self._tables = replaces, tables
         # Samples of our own rows are as collators want them.
         self._check_sample = None if dataset.has_rows else getattr(collate, "check_sample", check_lengths)
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
@@ -115,7 +118,7 @@ class BatchMaker(Dataset[Delivery]):
             check_batch_lengths(batch, names)
         if blank_rows:
             _blank(batch, blank_rows)
-        return Delivery(batch, faults)
+        return Delivery(as_bytes(batch, self._tables) if self._tables else batch, faults)
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data.data_utils.byte_pixels import bytes_of
 from mindspeed_mm.fsdp.utils.device import copied_to, current_device
 
 _COPY = "_copy_under_way"
@@ -41,7 +42,10 @@ def preloaded(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device: the copy that was begun, or a new one."""
+    """The tensor on the device: the copy that was begun, or a new one; of bytes, the numbers they stand for."""
+    if (coded := bytes_of(tensor)) is not None:
+        codes, levels = coded
+        return levels.numbers(moved(codes, device))
     copy: _Copy | None = getattr(tensor, _COPY, None)
     if copy is None:
         return copied_to(tensor, device)
@@ -55,8 +59,11 @@ def _begin(step: list[Batch], device: torch.device, stream: torch.Stream) -> Non
     arrived, copies = torch.Event(device), []
     with stream:
         for batch in step:
-            tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-            copies += [(tensor, copied_to(tensor, device)) for tensor in tensors]
+            for value in batch.values():
+                if isinstance(value, torch.Tensor):
+                    coded = bytes_of(value)
+                    tensor = value if coded is None else coded[0]
+                    copies.append((tensor, copied_to(tensor, device)))
         arrived.record(stream)
     for tensor, copy in copies:
         setattr(tensor, _COPY, _Copy(copy, arrived))

@@ -39,6 +39,8 @@ class WorkerOptions:
     num_workers: int = 2
     prefetch_factor: int = 2
     pin_memory: bool = False
+    pixels_as_bytes: bool = False
+    """Pictures travel as bytes, and become numbers when the batch is moved to the device."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Longest wait for one micro-batch."""
     slot_bytes: int = SLOT_BYTES

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
+from mindspeed_mm.fsdp.utils.device import get_device_type
 
 Pass = Callable[[], Iterator[list[Batch]]]
 """Makes a pass over samples: step after step, this rank's micro-batches."""
@@ -136,6 +137,7 @@ def build_loader(arguments: Arguments, share: DataShare, dataset: MMDataset, pac
         seed=training.seed,
         dataset_param=arguments.data.dataset_param,
         group=share.group,
+        pixels_as_bytes=get_device_type() != "cpu",
     )
 
 

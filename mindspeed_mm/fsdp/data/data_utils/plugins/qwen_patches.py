@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.byte_pixels import made_of
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import defaults_of
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -105,12 +106,12 @@ class PatchGrid:
         """Join the patches of several items: (P, 3 · T · p · p) numbers; patches of one frame are repeated T times."""
         bytes_ = torch.from_numpy(np.concatenate(patches) if len(patches) > 1 else patches[0])
         numbers = 3 * self.temporal_patch_size * self.patch_size**2
-        values = bytes_.view(len(bytes_), 3, -1).to(torch.float32)
+        bytes_P3R = bytes_.view(len(bytes_), 3, -1)
+        values = bytes_P3R.to(torch.float32)
         values.sub_(self.mean[:, None]).div_(self.std[:, None])  # the processor's two operations, in its order
-        if bytes_.shape[1] == numbers:
-            return values.view(-1, numbers)
-        repeated = values.unsqueeze(2).expand(-1, 3, self.temporal_patch_size, self.patch_size**2)
-        return repeated.reshape(-1, numbers)
+        repeats = numbers // bytes_.shape[1]
+        repeated = values.unsqueeze(2).expand(-1, 3, repeats, -1)
+        return made_of(repeated.reshape(-1, numbers), bytes_P3R, repeats)
 
     def _cut(self, frames_THWC: np.ndarray, deep: int) -> np.ndarray:
         p, m = self.patch_size, self.merge_size
