@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
@@ -137,10 +138,62 @@ def sort_pairs(experts_TK: torch.Tensor, num_experts: int, *, number: int | None
 def combine(outputs_SH: torch.Tensor, pairs: Pairs, weights_TK: torch.Tensor) -> torch.Tensor:
     """(T, H): each token's sum of its experts' outputs, times the router's weights."""
     tokens, choices = weights_TK.shape
-    weighted = outputs_SH * weights_TK.reshape(-1)[pairs.slots_S, None]
-    # Slots and a sum instead of `index_add`, which adds in any order on an accelerator.
-    slots = weighted.new_zeros(tokens * choices, weighted.shape[1]).index_copy(0, pairs.slots_S, weighted)
-    return slots.view(tokens, choices, weighted.shape[1]).sum(dim=1)
+    weighted = outputs_SH * taken(weights_TK.reshape(-1), pairs.slots_S)[:, None]
+    return _summed(weighted, pairs.slots_S, tokens, choices)
+
+
+# --- rows in another order --------------------------------------------------------------------------------------------
+
+
+def taken(rows_N: torch.Tensor, places_S: torch.Tensor) -> torch.Tensor:
+    """(S, …): the rows at places that differ from each other. Plain indexing does not know that they do, and adds up
+    its gradient one by one (`index_put` with `accumulate`); here it is copied to its places."""
+    rows: torch.Tensor = _Taken.apply(rows_N, places_S)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def spread(hidden_TH: torch.Tensor, slots_S: torch.Tensor, choices: int) -> torch.Tensor:
+    """(S, H): the token of each pair.
+
+    Args:
+        hidden_TH: Tokens.
+        slots_S: Numbers of pairs among all T × K.
+        choices: K. A token's gradients are summed in the order of its choices, the same on every device.
+    """
+    rows: torch.Tensor = _Spread.apply(hidden_TH, slots_S, choices)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _summed(rows_SH: torch.Tensor, slots_S: torch.Tensor, tokens: int, choices: int) -> torch.Tensor:
+    """(T, H). Slots and a sum instead of `index_add`, which adds in any order on an accelerator."""
+    slots = rows_SH.new_zeros(tokens * choices, rows_SH.shape[1]).index_copy(0, slots_S, rows_SH)
+    return slots.view(tokens, choices, rows_SH.shape[1]).sum(dim=1)
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows_N: torch.Tensor, places_S: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_S)
+        ctx.number = len(rows_N)
+        return rows_N.index_select(0, places_S)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient_S,) = gradients
+        whole = gradient_S.new_zeros(ctx.number, *gradient_S.shape[1:])
+        return whole.index_copy_(0, ctx.saved_tensors[0], gradient_S), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden_TH: torch.Tensor, slots_S: torch.Tensor, choices: int) -> torch.Tensor:
+        ctx.save_for_backward(slots_S)
+        ctx.sizes = len(hidden_TH), choices
+        return hidden_TH.index_select(0, slots_S // choices)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _summed(gradients[0], ctx.saved_tensors[0], *ctx.sizes), None, None
 
 
 class ExpertsForward:
@@ -164,7 +217,7 @@ class ExpertsForward:
         """(T, H), in the dtype of `hidden_TH`."""
         experts_TK, number = self.without_padding(experts_TK, module.num_experts)
         pairs = sort_pairs(experts_TK, module.num_experts, number=number)
-        rows_SH = hidden_TH[pairs.slots_S // experts_TK.shape[1]]
+        rows_SH = spread(hidden_TH, pairs.slots_S, experts_TK.shape[1])
         outputs_SH = self.outputs(module, rows_SH, pairs.counts_E)
         return combine(outputs_SH, pairs, weights_TK).to(hidden_TH.dtype)
 

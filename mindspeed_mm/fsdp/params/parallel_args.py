@@ -116,8 +116,8 @@ class EpPlan(Section):
     dispatcher: Annotated[
         Literal["alltoall", "allgather", "mc2", "deepep"], renamed(eager="alltoall", fused="alltoall")
     ] = "alltoall"
-    """How tokens are sent to their experts. mc2 needs an NPU, deepep CUDA. The text suite's `eager` and `fused` both
-    mean `alltoall`."""
+    """How tokens are sent to their experts. deepep needs CUDA, bf16 and the package DeepEP; mc2 is refused. The text
+    suite's `eager` and `fused` both mean `alltoall`."""
     use_npu_fused_ops: Flag = True
     """Accepted from files for NPUs and ignored: tokens are permuted by the same operations on every device."""
 

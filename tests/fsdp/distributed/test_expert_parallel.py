@@ -3,9 +3,11 @@ be, against one process."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
+from tests.helpers import stub_deep_ep
 from tests.helpers.distributed import run_ranks
 
 WIDTH, EXPERTS, CHOICES = 8, 4, 2
@@ -120,6 +123,7 @@ ROUTINGS = {  # tokens of each rank, and which experts they choose
 WAYS = {
     "alltoall": {},
     "allgather": {"ep_plan": {"dispatcher": "allgather"}},
+    "deepep": {"ep_plan": {"dispatcher": "deepep"}},
     "balance": {},
 }
 
@@ -156,13 +160,17 @@ def step(model: nn.Module, mine: tuple[torch.Tensor, ...]) -> dict[str, torch.Te
 def run_layers() -> dict[str, Any]:
     """Every routing by every way, on this rank; and how the parameters lie."""
     found: dict[str, Any] = {}
+    stub_deep_ep.install()
+    stub_deep_ep.ROWS = torch.float64
+    found["in bf16"] = run_deepep_in_bf16()
     for way, options in WAYS.items():
         for biased in (False, True):
             parallel = ParallelArguments.model_validate({"expert_parallel_size": 2, **options})
             init_parallel_state(resolve_parallel_sizes(parallel, 2), "cpu")
             model = Model(biased=biased)
             applier = ParallelApplier(parallel, shard_modules=["block"], expert_copies=2 if way == "balance" else 0)
-            applier(model)
+            with mock.patch("mindspeed_mm.fsdp.distributed.expert.plan.check_expert_plan"):
+                applier(model)
             for name, (tokens, fixed) in ROUTINGS.items():
                 model.zero_grad()
                 found[f"{way}, {name}, {biased}"] = step(model, routed(tokens, fixed)[dist.get_rank()])
@@ -170,7 +178,32 @@ def run_layers() -> dict[str, Any]:
             found["line"] = applier.plan.experts.describe()
             destroy_parallel_state()
     found["own"] = run_own_forward()
+    found["buffers"] = stub_deep_ep.Buffer.made
     return found
+
+
+def run_deepep_in_bf16() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same step by DeepEP, which takes nothing else, and by `alltoall`."""
+    found = []
+    for dispatcher in ("deepep", "alltoall"):
+        parallel = ParallelArguments.model_validate(
+            {
+                "expert_parallel_size": 2,
+                "ep_plan": {"dispatcher": dispatcher},
+                "fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+            }
+        )
+        init_parallel_state(resolve_parallel_sizes(parallel, 2), "cpu")
+        model = Model().float()
+        on_cuda = mock.patch("mindspeed_mm.fsdp.distributed.expert.plan.get_device_type", lambda: "cuda")
+        is_installed = mock.patch("importlib.util.find_spec", lambda name: name)
+        rows = mock.patch.object(stub_deep_ep, "ROWS", torch.bfloat16)
+        with on_cuda, is_installed, rows:
+            ParallelApplier(parallel, shard_modules=["block"])(model)
+            hidden, chosen, weights = routed((5, 2), None)[dist.get_rank()]
+            found.append(step(model, (hidden.bfloat16(), chosen, weights.bfloat16())))
+        destroy_parallel_state()
+    return found[0], found[1]
 
 
 def run_own_forward() -> dict[str, torch.Tensor]:
@@ -195,15 +228,17 @@ def layers() -> list[dict[str, Any]]:
     return run_ranks(2, run_layers, timeout_s=120)
 
 
-def compare(model: nn.Module, tokens: tuple[int, ...], fixed: Any, found: list[dict[str, torch.Tensor]]) -> None:
+def compare(
+    model: nn.Module, tokens: tuple[int, ...], fixed: Any, found: list[dict[str, torch.Tensor]], rtol: float = 1e-12
+) -> None:
     parts = routed(tokens, fixed)
     everyone = tuple(torch.cat(list(column)) for column in zip(*parts, strict=True))
     expected = step(model, everyone)
     for key in ("output", "of hidden", "of weights"):
-        torch.testing.assert_close(torch.cat([own[key] for own in found]), expected.pop(key), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.cat([own[key] for own in found]), expected.pop(key), rtol=rtol, atol=rtol)
     for own in found:
         for name, gradient in expected.items():
-            torch.testing.assert_close(own[name], gradient, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(own[name], gradient, rtol=rtol, atol=10 * rtol)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -211,7 +246,17 @@ def compare(model: nn.Module, tokens: tuple[int, ...], fixed: Any, found: list[d
 @pytest.mark.parametrize("way", WAYS)
 def test_layer_equals_one_process(way: str, name: str, biased: bool) -> None:
     found = [rank[f"{way}, {name}, {biased}"] for rank in layers()]
-    compare(Model(biased=biased), *ROUTINGS[name], found)
+    # DeepEP takes the router's weights in fp32.
+    compare(Model(biased=biased), *ROUTINGS[name], found, 1e-6 if way == "deepep" else 1e-12)
+
+
+def test_deepep_in_bf16_is_near_alltoall_and_has_one_buffer_a_model() -> None:
+    for rank in layers():
+        own, other = rank["in bf16"]
+        for name, value in other.items():
+            assert own[name].dtype == value.dtype, name
+            torch.testing.assert_close(own[name], value, rtol=0.05, atol=0.05 * float(value.abs().max()))
+        assert rank["buffers"] == 3  # of the step in bf16, and of the two models of every routing
 
 
 def test_a_model_s_own_forward_is_used() -> None:
@@ -305,6 +350,24 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError, match=message) as error:
         check_expert_plan(ParallelArguments.model_validate({"expert_parallel_size": 2, **options}))
     assert "Choose alltoall or allgather" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "sends rows in bf16, and fsdp_plan.param_dtype is fp32"),
+        ({"fsdp_plan": {"param_dtype": "bf16"}, "expert_parallel_size": 6}, "has kernels for groups of 2, 4, 8, 16"),
+        ({"fsdp_plan": {"param_dtype": "bf16"}}, ""),
+    ],
+)
+def test_deepep_says_what_it_takes(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "mindspeed_mm.fsdp.distributed.expert.plan"
+    monkeypatch.setattr(f"{where}.get_device_type", lambda: "cuda")
+    monkeypatch.setattr(f"{where}.importlib.util.find_spec", lambda name: name)
+    given = {"expert_parallel_size": 2, "ep_plan": {"dispatcher": "deepep"}}
+    parallel = ParallelArguments.model_validate(given | options)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_expert_plan(parallel)
 
 
 @pytest.mark.parametrize(

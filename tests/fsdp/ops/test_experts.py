@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, fused_experts, is_fused, sort_pairs, use_own_experts
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
@@ -66,6 +67,36 @@ def test_equals_the_model_s_own_loop(make: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for own, reference in zip(torch.autograd.grad(found.square().sum(), leaves), expected_gradients, strict=True):
         torch.testing.assert_close(own, reference, rtol=1e-12, atol=1e-12)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("left_out", [0, 4])
+def test_no_gradient_is_added_up_row_by_row(left_out: int) -> None:
+    """`index_put` with `accumulate` sorts what it adds, on an accelerator; the model's own loop has it."""
+    module, (hidden, chosen, weights) = filled(qwen()), routing()
+    called = []
+    for forward in (None, ExpertsForward()):
+        if forward is not None:
+            forward.without_padding = lambda ids, experts: (  # type: ignore[method-assign]
+                ids.masked_fill((torch.arange(TOKENS) >= TOKENS - left_out)[:, None], experts),
+                (TOKENS - left_out) * CHOICES,
+            )
+            use_own_experts(module, forward)
+        with Called() as seen:
+            module(hidden, chosen, weights).square().sum().backward()
+        called.append({name for name in seen.names if "index_put" in name or "index_add" in name})
+    assert called[0] and not called[1], called
 
 
 def test_fused_experts_are_found_by_what_they_declare() -> None:

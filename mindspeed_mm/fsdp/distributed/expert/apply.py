@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.fsdp.distributed.collectives import sharded_along
+from mindspeed_mm.fsdp.distributed.expert.deepep import DeepEP, DeepEPBuffer
 from mindspeed_mm.fsdp.distributed.expert.dispatch import (
     AllGather,
     AllToAll,
@@ -45,13 +46,14 @@ def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, s
         state: Its expert mesh.
     """
     ranks = ExpertRanks(state.axis_mesh("ep"))
+    buffer = DeepEPBuffer(ranks)
     for name in own_names(model, plan.modules):
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
         if has_own_forward(module):
             replace_forward(module, ForwardKind.EXPERT, own_forward(module, ranks, ep_plan))
         else:
-            use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
+            use_own_experts(module, _dispatcher(plan, ranks, buffer, own_experts_of(module).real_tokens))
 
 
 def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, **options: Unpack[ShardOptions]) -> None:
@@ -92,7 +94,11 @@ def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> PluginExpertFo
     return PluginExpertForward(module.ep_forward, tuple(leading), by_name)
 
 
-def _dispatcher(plan: ExpertPlan, ranks: ExpertRanks, real_tokens: RealTokens | None) -> ExpertsForward:
+def _dispatcher(
+    plan: ExpertPlan, ranks: ExpertRanks, buffer: DeepEPBuffer, real_tokens: RealTokens | None
+) -> ExpertsForward:
+    if plan.dispatcher == "deepep":
+        return DeepEP(ranks, buffer, real_tokens)
     if plan.dispatcher == "allgather":
         return AllGather(ranks, real_tokens)
     if plan.copies:

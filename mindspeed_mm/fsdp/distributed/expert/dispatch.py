@@ -22,7 +22,16 @@ from typing_extensions import override
 
 from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
 from mindspeed_mm.fsdp.ops.all_to_all import exchange_rows
-from mindspeed_mm.fsdp.ops.experts import ExpertModule, ExpertsForward, Weights, combine, run_experts, sort_pairs
+from mindspeed_mm.fsdp.ops.experts import (
+    ExpertModule,
+    ExpertsForward,
+    Weights,
+    combine,
+    run_experts,
+    sort_pairs,
+    spread,
+    taken,
+)
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, Kwargs
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
@@ -72,7 +81,7 @@ class BalancedAllToAll(AllToAll):
         send, receive = sent_RE.sum(dim=1).tolist(), received_RE.sum(dim=1).tolist()
         # Rows lie by expert; those of an expert by rank.
         order = groups_by_line(sent_RE.T.to(rows_SH.device)).argsort(stable=True)
-        arrived = exchange_rows(rows_SH[order], send, receive, self.ranks.group)
+        arrived = exchange_rows(taken(rows_SH, order), send, receive, self.ranks.group)
         # Rows arrive by expert, own ones and copies mixed; the weights of copies lie behind the own ones.
         held = torch.tensor(own_experts(module.num_experts, self.ranks) + list(plan.copies[self.ranks.rank]))
         slots = held.argsort()
@@ -128,7 +137,7 @@ class AllGather(AllToAll):
         own = module.num_experts // self.ranks.size
         mine_GK = chosen_GK - self.ranks.rank * own
         pairs = sort_pairs(mine_GK.masked_fill((mine_GK < 0) | (mine_GK >= own), own), own, number=None)
-        rows_SH = hidden_GH[pairs.slots_S // chosen_GK.shape[1]]
+        rows_SH = spread(hidden_GH, pairs.slots_S, chosen_GK.shape[1])
         outputs_SH = run_experts(module, Weights.of(module), rows_SH, pairs.counts_E)
         whole = sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks).to(hidden_TH.dtype)
         if tokens == longest:
@@ -171,7 +180,7 @@ def run_sorted(
         place = torch.tensor(slots, device=counts.device)
         columns, counts = place[columns], torch.empty_like(counts).index_copy(0, place, counts)
     order = columns.argsort(stable=True)
-    outputs = run_experts(module, weights, arrived[order], counts)
+    outputs = run_experts(module, weights, taken(arrived, order), counts)
     return torch.empty_like(outputs).index_copy(0, order, outputs)
 
 

@@ -25,6 +25,8 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all, module_na
 KEY = "parallel.expert_parallel_size"
 _MODULES = "parallel.ep_plan.apply_modules"
 _DISPATCHER = "parallel.ep_plan.dispatcher"
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Sizes of a group that DeepEP's kernels are configured for (`Buffer.get_dispatch_config` of releases 1.2.1, 2.1.0)."""
 _MOST = 5
 """How many problems a message lists."""
 
@@ -117,8 +119,15 @@ def check_expert_plan(parallel: ParallelArguments) -> None:
         reason = f"needs {device.upper()} devices, and this machine computes on {get_device_type()}"
     elif importlib.util.find_spec(package) is None:
         reason = f"needs the package {package}, which is not installed"
-    else:
+    elif parallel.ep_plan.dispatcher == "mc2":
         reason = "is not supported yet: nothing could be measured with it"
+    elif parallel.fsdp_plan.computed_in != "bf16":
+        reason = f"sends rows in bf16, and fsdp_plan.param_dtype is {parallel.fsdp_plan.computed_in}"
+    elif parallel.expert_parallel_size not in DEEPEP_RANKS:
+        sizes = ", ".join(map(str, DEEPEP_RANKS))
+        reason = f"has kernels for groups of {sizes} ranks, and {KEY} is {parallel.expert_parallel_size}"
+    else:
+        return
     raise ConfigError(
         f"'{parallel.ep_plan.dispatcher}' {reason}", key=_DISPATCHER, way_out="Choose alltoall or allgather."
     )
