@@ -29,8 +29,8 @@ def command(request: InitRequest) -> None:
     again are chosen by the forecast of memory, for this machine or for the devices that are named. Nothing is trained.
     OVERRIDES are section.key=value, checked and written into the YAML.
 
-    Where the model's folder has no chat template, a built-in one with the model's tokens is named in the YAML; for rows
-    of plain text, stage: pretrain.
+    Where the model's folder has no chat template, a built-in one with the model's tokens is named in the YAML. Rows of
+    plain text are trained on with stage: pretrain.
     """
     from mindspeed_mm.tasks.init import init  # torch: the help does without
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import NO_CODE, Batch
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
@@ -127,13 +127,17 @@ def _generators() -> dict[str, dict[str, Any]]:
 
 
 def _row(config: dict[str, Any]) -> Batch:
-    """A row of text, and of a recogniser of speech the sound of half a minute."""
+    """A row of text, of a recogniser of speech the sound of half a minute, and of a speaker frames behind a text."""
     if config["model_type"] == "whisper":
         ids = torch.zeros(1, config["max_target_positions"], dtype=torch.long)
         sound = torch.zeros(1, config["num_mel_bins"], 2 * config["max_source_positions"])
         return {"input_features": sound, "decoder_input_ids": ids, "labels": ids, "shift_labels": ids}
     ids = torch.zeros(1, _TOKENS, dtype=torch.long)
     labels = {"labels": ids.clone(), "shift_labels": ids.clone()}
+    if config["model_type"] == "qwen3_tts":
+        codes = torch.zeros(1, _TOKENS, config["talker_config"]["num_code_groups"], dtype=torch.long)
+        codes[:, 0] = NO_CODE  # no row begins with a frame
+        labels |= {"codec_ids": codes, "frame_places": torch.arange(1, _TOKENS)}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 
 

@@ -108,7 +108,13 @@ class Plugin:
 
     def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
         names = dict.fromkeys(name for item in media for name in item.tensors)
-        return {name: torch.cat([item.tensors[name] for item in media if name in item.tensors]) for name in names}
+        joined = {name: torch.cat([item.tensors[name] for item in media if name in item.tensors]) for name in names}
+        if "image_token_pooling" in joined:  # Molmo2's, which counts patches through all pictures
+            patches = [item.tensors["pixel_values"].shape[:2].numel() for item in media]
+            before = np.cumsum([0, *patches[:-1]]).tolist()
+            pooling = [item.tensors["image_token_pooling"] + first for item, first in zip(media, before, strict=True)]
+            joined["image_token_pooling"] = torch.cat(pooling)
+        return joined
 
     def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         kinds = np.select([input_ids == IMAGE, input_ids == VIDEO], [1, 2], 0).astype(np.int32)

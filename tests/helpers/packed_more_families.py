@@ -78,6 +78,24 @@ def gemma4_image(draw: torch.Generator) -> Item:
     return [VISION_START, *[IMAGE] * 4, VISION_END], {"pixel_values": pixels, "image_position_ids": places}
 
 
+def prefix(_: torch.Generator) -> Item:
+    """Tokens that see each other both ways, without a medium."""
+    return [*[IMAGE] * 5], {}
+
+
+def molmo2_image(draw: torch.Generator) -> Item:
+    """A crop of 2 × 2 patches, pooled to one token each; the numbers of patches count through all pictures of a batch,
+    which the first picture's are alone."""
+    pixels = torch.randn(1, 4, 3 * PATCH * PATCH, generator=draw).double()
+    pooling = torch.arange(4)[:, None]
+    ids = [VISION_START, *[IMAGE] * 4, VISION_END]
+    return ids, {"pixel_values": pixels, "image_token_pooling": pooling, "image_grids": torch.tensor([[2, 2, 0, 0]])}
+
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MOLMO2 = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 GLM_ROPE = {"rope_parameters": ROPE3 | {"partial_rotary_factor": 1.0}}
 GLM_VISION = VISION | {"out_hidden_size": 32, "image_size": 16}
 GLM_IDS = {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
@@ -93,6 +111,22 @@ OMNI3_MEDIA = {
 }
 
 MORE: dict[str, Family] = {
+    "hrm_text": Family(
+        of("HrmTextConfig", **HEADS | {"num_key_value_heads": 4, "num_hidden_layers": 1}), "HrmTextForCausalLM"
+    ),
+    "hrm_text prefixes": Family(
+        of("HrmTextConfig", **HEADS | {"num_key_value_heads": 4, "num_hidden_layers": 1}),
+        "HrmTextForCausalLM", {"image": prefix}, "token_type_ids",
+    ),
+    "molmo2": Family(
+        of(
+            "Molmo2Config", image_patch_id=IMAGE,
+            text_config=HEADS | {"additional_vocab_size": 8, "rope_parameters": PLAIN_ROPE},
+            vision_config=MOLMO2 | {"num_hidden_layers": 2, "image_size": [8, 8], "patch_size": PATCH},
+            adapter_config=MOLMO2 | {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+        ),
+        "Molmo2ForConditionalGeneration", {"image": molmo2_image}, "mm_token_type_ids",
+    ),
     "olmo_hybrid": Family(
         of("OlmoHybridConfig", **HEADS, **{k: v for k, v in DELTA.items() if "head_dim" in k or k == "layer_types"}),
         "OlmoHybridForCausalLM",

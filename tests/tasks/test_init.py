@@ -205,13 +205,33 @@ def test_a_folder_without_a_chat_template_gets_one_with_its_tokens(model: Path, 
     assert base.is_dir()
 
 
-def test_plain_text_for_a_folder_without_a_chat_template_is_pre_trained_on(model: Path, work: Path) -> None:
-    without_template(work / "base", model)
-    (work / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} is a number."}) + "\n" for n in range(20)))
-    said = mm("init", "--model", "base", "--data", "text.jsonl", "--gpu", "24")
+@pytest.mark.parametrize("has_template", [True, False])
+def test_documents_are_pre_trained_on(model: Path, work: Path, has_template: bool) -> None:
+    """Also where the folder has a chat template: such rows have no turns."""
+    folder = model if has_template else without_template(work / "base", model)
+    long = " ".join(map(str, range(3000)))
+    rows = [{"text": f"{n} is a number."} for n in range(20)] + [{"text": long}]
+    (work / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = mm("init", "--model", str(folder), "--data", "text.jsonl", "--gpu", "24")
     assert said.code == 0, said.err
     assert basics_of(work / "run.yaml")["stage"] == "pretrain"
+    assert "stage: pretrain   # documents, which have no turns" in (work / "run.yaml").read_text()
+    assert "truncation: split" in (work / "run.yaml").read_text() and "truncation: split" in said.out
     assert mm("check", "run.yaml").code == 0
+    assert mm("train", "run.yaml", "training.train_iters=1", "training.save=null").code == 0
+    (work / "long.jsonl").write_text((json.dumps({"text": long}) + "\n") * 20)
+    words = (f"{BASIC}.truncation=error", f"{BASIC}.dataset=long.jsonl", "training.save=null")
+    refused, checked = mm("train", "run.yaml", *words), mm("data", "check", "run.yaml", *words)
+    assert refused.code == 4 and "truncation: split, which cuts documents" in refused.err, refused.err
+    assert checked.code == 4 and "truncation=split cuts documents into pieces" in checked.out
+
+
+def test_documents_and_conversations_together_are_no_documents(model: Path, work: Path) -> None:
+    write_text_turns(work / "mixed.jsonl")
+    rows = json.dumps({"text": "seven is a number."}) + "\n" + (work / "mixed.jsonl").read_text()
+    (work / "mixed.jsonl").write_text(rows)
+    assert mm("init", "--model", str(model), "--data", "mixed.jsonl", "--gpu", "24").code == 0
+    assert "stage" not in basics_of(work / "run.yaml")
 
 
 def write_text_turns(path: Path) -> None:

@@ -25,6 +25,8 @@ from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewReques
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3
 
+from transformers import AutoTokenizer  # isort: skip  (after tests.helpers, which guards torchvision)
+
 IDS = [[5, 6, 7], [8, 9, 10, 11]]
 LABELS = [[-100, 6, 7], [-100, -100, 10, 11]]
 PLUGIN = """
@@ -177,10 +179,64 @@ def test_a_collator_of_a_plugin_takes_what_it_takes(yaml: Path) -> None:
     give(yaml, [{"input_ids": torch.tensor([IDS[0], IDS[0]])} for _ in range(2)], joined)
     assert first_batch(yaml)["input_ids"].shape == (1, 12)
     found = preview.run(DataPreviewRequest(yaml))
-    assert found.shown[0].fault == "" and "shape (2, 3)" in found.shown[0].notes[0]
+    (answer,) = found.shown[0].answers
+    assert found.shown[0].fault == "" and (answer.ids, answer.trained) == ([*IDS[0], *IDS[0]], 5)
     assert found.batch is not None and [each.sample_id for each in found.batch.documents] == ["0, 1"]
     assert data_check.run(DataCheckRequest(yaml)).errors == 0
     assert mm("train", yaml).code == 0
+
+
+def first_seen(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Tokens and labels of texts, padded on the left; the last one only is trained."""
+    width = max(len(each["text"].split()) for each in samples)
+    ids, mask = torch.zeros(len(samples), width, dtype=torch.long), torch.zeros(len(samples), width, dtype=torch.long)
+    for row, each in enumerate(samples):
+        numbers = torch.tensor([int(word) for word in each["text"].split()])
+        ids[row, width - len(numbers) :], mask[row, width - len(numbers) :] = numbers, 1
+    labels = torch.full_like(ids, -100)
+    labels[:, -1] = ids[:, -1]
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def test_tokens_that_a_collator_makes_are_shown_and_counted(yaml: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [tokenizer(words)["input_ids"] for words in ("red green blue", "old new")]
+    give(yaml, [{"text": " ".join(map(str, ids))} for ids in texts], first_seen)
+    shown = preview.run(DataPreviewRequest(yaml)).shown
+    assert [[answer.ids for answer in row.answers] for row in shown] == [[ids] for ids in texts]
+    for row, ids in zip(shown, texts, strict=True):
+        (answer,) = row.answers
+        assert "".join(stretch.text for stretch in answer.stretches) == tokenizer.decode(ids)
+        assert answer.labels == [-100] * (len(ids) - 1) + [ids[-1]] and answer.trained == 1
+        assert row.notes == ["as the data set's collator makes a batch of this row alone"] and not row.fault
+    said = mm("data", "preview", yaml)
+    assert f"{len(texts[0])} tokens, 1 trained" in said.out and "«" in said.out
+    found = data_check.run(DataCheckRequest(yaml))
+    assert found.errors == 0 and sum(each.rows for each in found.tokens) == 2
+    assert stats.run(DataStatsRequest(yaml)).tokens["max"] == max(map(len, texts))
+
+
+def test_labels_that_a_collator_adds_are_those_that_are_trained(yaml: Path) -> None:
+    give(
+        yaml,
+        [{"input_ids": ids} for ids in IDS],
+        lambda samples: first_seen([{"text": " ".join(map(str, each["input_ids"]))} for each in samples]),
+    )
+    assert [row.answers[0].trained for row in preview.run(DataPreviewRequest(yaml)).shown] == [1, 1]
+    assert data_check.run(DataCheckRequest(yaml)).errors == 0
+
+
+def test_a_collator_that_wants_several_rows_is_named(yaml: Path) -> None:
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        if len(samples) < 2:
+            raise ValueError("one is not enough")
+        return first_seen(samples)
+
+    give(yaml, [{"text": "5 6"}, {"text": "7 8"}], collate)
+    row = preview.run(DataPreviewRequest(yaml)).shown[0]
+    assert not row.fault and not row.answers
+    assert "fails on a batch of this row alone: ValueError: one is not enough" in row.notes[0]
+    assert data_check.run(DataCheckRequest(yaml)).errors == 0
 
 
 def test_a_data_set_that_fails_is_shown_as_such(yaml: Path) -> None:

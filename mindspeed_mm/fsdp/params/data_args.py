@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -159,6 +160,8 @@ class MixPlan(Section):
 
 class BasicParameters(OpenSection):
     """Which rows are taken and how they become token ids."""
+
+    NULL_MEANS: ClassVar[Mapping[str, str]] = {"truncation": "if_too_long"}
 
     dataset: Files = None
     """Path, list or comma-separated list of .json, .jsonl, .parquet and .csv files, folders of them, patterns

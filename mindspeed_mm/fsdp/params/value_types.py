@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
-from typing import Annotated, Any, Literal
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -40,6 +40,8 @@ class Section(BaseModel):
         defer_build=True,
         protected_namespaces=(),
     )
+    NULL_MEANS: ClassVar[Mapping[str, str]] = {}
+    """Keys whose null stands for a value that follows from other keys → the property that has this value."""
 
     @model_validator(mode="before")
     @classmethod

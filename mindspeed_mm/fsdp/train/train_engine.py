@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
+from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_model, explained_step, sample_ids, shortened
 from mindspeed_mm.fsdp.train.run.job import Phase, without_limit
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward, add_terms
@@ -226,7 +226,7 @@ class TrainEngine:
             tally = self._tally(prepared)
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
-        with explained_out_of_memory(prepared, self.iteration + 1, self.rank, self.autopsy):
+        with explained_step(prepared, self.iteration + 1, self.rank, self.autopsy):
             local_losses = self._forward_backward(prepared, tally)
             with named(ranges.CLIP):
                 norm = self._norm()
@@ -318,7 +318,8 @@ class TrainEngine:
                 for name, count in self._tally(prepared).counts.items():
                     counts[name] = counts.get(name, 0) + count
                 own = [self.own(batch) for batch in prepared]
-                add_terms(sums, self.forward_backward.evaluate(own))
+                with explained_model(prepared, f"the validation after step {self.iteration}", self.rank):
+                    add_terms(sums, self.forward_backward.evaluate(own))
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
         losses, _ = self._read_together(means, torch.zeros((), device=self.device))
         return losses

@@ -146,6 +146,7 @@ class Trainer:
                 with record.noting_warnings(), explained():  # what is recorded is what the process ends with
                     engine = self._train(job, record)
             except BaseException as error:
+                record.keep_traceback(error)
                 record.end(*ending_of(error))
                 raise
             is_finished = engine is None or engine.iteration >= engine.schedule.total_steps

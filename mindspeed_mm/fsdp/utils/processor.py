@@ -172,6 +172,20 @@ def check_media_processor(folder: Path) -> None:
         )
 
 
+def beginning_of(processor: Any) -> list[int]:
+    """Tokens that a processor begins every text with by itself, as Molmo2's does: neither its tokenizer nor a chat
+    template writes them. Empty: there are none, or its code takes no text alone."""
+    if setting_of(processor, object, "tokenizer") is None:
+        return []
+    tokenizer, word = tokenizer_of(processor), "a"
+    try:
+        made = list(processor(text=[word])["input_ids"][0])
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
+        return []
+    plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
+    return made[: -len(plain)] if made[-len(plain) :] == plain else []
+
+
 def check_chat_template(source: str, *, where: str) -> None:
     """Refuse a template that is not jinja, reaches for Python's internals or blows up memory.
 

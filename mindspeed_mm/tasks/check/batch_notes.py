@@ -9,8 +9,7 @@ import torch
 
 from mindspeed_mm.fsdp.data.data_utils.data_collator import keys_beside
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of, marks_left_to_collators
-from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 
 
 def notes_on_keys(
@@ -50,20 +49,11 @@ def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]
         processor: Of the model.
         input_ids_BL: Of the first batch, padded on the right.
     """
-    if setting_of(processor, object, "tokenizer") is None:
-        return []
-    tokenizer, word = tokenizer_of(processor), "a"
-    try:
-        made = list(processor(text=[word])["input_ids"][0])
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
-        return []
-    plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
-    beginning = made[: -len(plain)]
-    if not beginning or made[-len(plain) :] != plain:
-        return []
+    beginning = beginning_of(processor)
     if all(row[: len(beginning)] == beginning for row in input_ids_BL.tolist()):
         return []
+    written = tokenizer_of(processor).decode(beginning)
     return [
-        f"{type(processor).__name__} begins every text with {tokenizer.decode(beginning)!r}, the rows do not: the "
-        "model may answer worse; a template that begins with it can write it (docs/data.md, B)"
+        f"{type(processor).__name__} begins every text with {written!r}, the rows do not: the model may answer worse; "
+        "set chat_template to a file with the model's own template behind it (docs/data.md, B)"
     ]

@@ -147,10 +147,11 @@ def _is_cosyvoice3(source: Path) -> bool:
 def _from_gguf(source: Path, target: Path, *, overwrite: bool) -> Converted:
     """A text model in GGUF as a model folder, by transformers' reader."""
     start = time.perf_counter()
-    write_model_folder(source, target, overwrite=overwrite)
+    not_finite = write_model_folder(source, target, overwrite=overwrite)
     entries = find_entries(target)
     size_bytes = sum(file.stat().st_size for file in weight_files(target))
-    return Converted(target, len(entries), size_bytes, time.perf_counter() - start, 0.0)
+    seconds = time.perf_counter() - start
+    return Converted(target, len(entries), size_bytes, seconds, 0.0, not_finite=not_finite)
 
 
 def compare(folder: Path) -> tuple[int, int]:

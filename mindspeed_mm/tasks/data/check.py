@@ -124,7 +124,13 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
         tally.leave_out(data.dataset.left_out)
         return tally
     specials = special_texts(data.tokenizer())
-    look = RowLook(data.dataset, decode=decode, specials=specials, check_sample=data.sample_check())
+    look = RowLook(
+        data.dataset,
+        decode=decode,
+        specials=specials,
+        check_sample=data.sample_check(),
+        collate=data.own_collator(),
+    )
     return RowStatistics.of(scan(rows, look, workers=workers))
 
 

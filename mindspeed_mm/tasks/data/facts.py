@@ -13,19 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
-from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
-from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays, token_arrays
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
+from mindspeed_mm.tasks.data.collated import as_pair, tokens_of
 from mindspeed_mm.tasks.data.faults import RowFault, fault_of, fault_of_length
 
 _HASH_BYTES = 8
@@ -193,6 +194,7 @@ class RowLook:
         decode: Decode every medium as well; otherwise headers are read.
         specials: Special tokens of the tokenizer, which a text should not hold.
         check_sample: See `OpenedData.sample_check`.
+        collate: See `OpenedData.own_collator`.
     """
 
     def __init__(
@@ -202,8 +204,10 @@ class RowLook:
         decode: bool,
         specials: tuple[str, ...] = (),
         check_sample: Callable[[Any], None] | None = None,
+        collate: Collator | None = None,
     ) -> None:
-        self.dataset, self._decode, self._check_sample = dataset, decode, check_sample
+        self.dataset, self._decode = dataset, decode
+        self._check_sample, self._collate = check_sample, collate
         self._are_prompts = dataset.basic_parameters.stage == "prompt"
         """The model answers the rows itself: nothing of them is trained."""
         # Of no special tokens a pattern that matches nothing.
@@ -264,12 +268,11 @@ class RowLook:
         item = self.dataset.item(index, 0)
         if self._check_sample is not None:
             self._check_sample(item)
+        for _, arrays in tokens_of(item, self._collate, facts.place).arrays:
+            length = len(arrays.ids)
+            facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
+            facts.trained += trained_tokens(arrays.labels, arrays.weights)
         for sample in as_pair(item):
-            arrays = readable_arrays(sample)
-            if isinstance(arrays, TokenArrays):
-                length = len(arrays.ids)
-                facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
-                facts.trained += trained_tokens(arrays.labels, arrays.weights)
             if isinstance(sample, dict):
                 facts.shrunk |= bool(sample.get("shrunk"))
                 for medium in sample.get("media") or ():
@@ -284,22 +287,6 @@ class RowLook:
         if self.dataset.media is not None:
             header = self.dataset.media.probe(item.kind, item.source)
         return medium_facts(item.kind, header)
-
-
-def as_pair(sample: Any) -> list[Any]:
-    """The better and the worse answer of a preference row; any other sample alone."""
-    if isinstance(sample, dict) and {"chosen", "rejected"} <= sample.keys():
-        return [sample["chosen"], sample["rejected"]]
-    return list(sample) if type(sample) is tuple else [sample]
-
-
-def readable_arrays(sample: Any) -> TokenArrays | str:
-    """The arrays of a sample along its tokens; or why there are none that can be read. A plugin's own collator may take
-    such a sample."""
-    try:
-        return token_arrays(sample)
-    except DataError as error:
-        return " ".join(part for part in (error.problems[0].key, error.problems[0].what) if part)
 
 
 def both(sample: Sample) -> list[Sample]:

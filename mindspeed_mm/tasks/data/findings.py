@@ -173,8 +173,9 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     lengths = np.sort(tally.lengths_too_long)
     fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
     has_several_turns = any(rows for turns, rows in tally.turns.items() if turns > 1)
-    if not tally.turns.keys() - {0} and policy == "drop":
-        fixes.append(Fix(f"{BASIC}.truncation=split cuts documents into pieces", len(rows)))
+    if not tally.turns.keys() - {0} and policy in ("drop", "error"):
+        stored = f"{BASIC}.streaming=false " if terms.basic.streaming else ""  # streamed rows are not measured
+        fixes.append(Fix(f"{stored}{BASIC}.truncation=split cuts documents into pieces", len(rows)))
     if policy != "shrink" and has_several_turns:
         fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
     consequence = {

@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_lengths
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
@@ -94,6 +95,13 @@ class OpenedData:
             return check_lengths
         check: Callable[[Any], None] = attribute_at(collate, "check_sample", check_lengths)
         return check
+
+    def own_collator(self) -> Collator | None:
+        """What joins samples that are not encoded from rows here, where their data set brings it; None elsewhere."""
+        if self.dataset.has_rows:
+            return None
+        collate_param = self.arguments.data.dataloader_param.collate_param
+        return self.dataset.collate_fn or self.dataset.build_collator(collate_param)
 
     def global_batch(self, ranks: int) -> int:
         """Samples of an optimizer step over so many ranks.

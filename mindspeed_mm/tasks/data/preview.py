@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
@@ -18,8 +19,9 @@ from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import PieceLocation
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.tasks.data.collated import as_pair, tokens_of
 from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
-from mindspeed_mm.tasks.data.facts import as_pair, both, readable_arrays, trained_tokens
+from mindspeed_mm.tasks.data.facts import both, trained_tokens
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.tokens import TokenReader, TokenSpan
@@ -168,12 +170,17 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     if is_denoised(data.dataset):
         show = partial(_show_denoised, data.dataset, lengths=lengths_of(data.dataset))
     else:
-        show = partial(_show_row, data.dataset, data.sample_check(), reader=TokenReader(data.tokenizer()))
+        reader = TokenReader(data.tokenizer())
+        show = partial(_show_row, data.dataset, data.sample_check(), data.own_collator(), reader=reader)
     return list(map(show, chosen))
 
 
 def _show_row(
-    dataset: MMDataset, check_sample: Callable[[Any], None] | None, index: int, reader: TokenReader
+    dataset: MMDataset,
+    check_sample: Callable[[Any], None] | None,
+    collate: Collator | None,
+    index: int,
+    reader: TokenReader,
 ) -> ShownRow:
     row = ShownRow(index, str(dataset.place(index)))
     try:
@@ -181,14 +188,14 @@ def _show_row(
         item = dataset.item(index, 0)
         if check_sample is not None:
             check_sample(item)
-        encoded = as_pair(item)
-        names = ("chosen", "rejected") if len(encoded) > 1 else ("",)
-        for name, sample in zip(names, encoded, strict=False):
-            arrays = readable_arrays(sample)
-            if isinstance(arrays, TokenArrays):
-                row.answers.append(_answer(name, arrays, bool(sample.get("shrunk")), reader))
-            elif isinstance(sample, dict) and "input_ids" in sample:
-                row.notes.append(f"its tokens are not shown: {arrays}")
+        encoded, tokens = as_pair(item), tokens_of(item, collate, row.place)
+        shrunk = any(isinstance(each, dict) and each.get("shrunk") for each in encoded)
+        for name, arrays in tokens.arrays:
+            row.answers.append(_answer(name, arrays, shrunk, reader))
+        if tokens.is_collated:
+            row.notes.append("as the data set's collator makes a batch of this row alone")
+        if tokens.trouble:
+            row.notes.append(f"its tokens are not shown: {tokens.trouble}")
         row.media = _media(dataset, index, encoded)
     except MMError as error:
         row.fault = str(error)

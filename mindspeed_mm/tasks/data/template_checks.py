@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, own_template
-from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix
 
 _MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_[a-z]+>|\[/?INST\]|</?think>")
@@ -29,6 +29,8 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
         samples: A few rows to compare with.
     """
     tokenizer = tokenizer_of(processor)
+    beginning = tokenizer.decode(beginning_of(processor))
+    own = _own_template(processor, template)
     split = sorted(mark for mark in _marks_written(template) if not _is_one_token(mark, tokenizer))
     if split:
         yield DataFinding(
@@ -36,12 +38,11 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
             "template mismatch",
             f"the chat template writes marks that are not tokens of this model: {', '.join(split)}",
             len(samples),
-            fixes=(Fix(f"leave {BASIC}.template and chat_template out: the model's folder has its own", 0),),
+            fixes=(Fix(_instead(processor, beginning, own), 0),),
         )
-    own = _own_template(processor, template)
     differing: list[Sample] = []
     if own is not None:
-        differing = [sample for sample in samples if _differs(template, own, sample)]
+        differing = [sample for sample in samples if _differs(template, own, beginning, sample)]
     if differing:
         yield DataFinding(
             "warning",
@@ -49,8 +50,28 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
             f"{len(differing)} of the first {len(samples)} rows render differently than with the model's own template",
             len(differing),
             tuple(str(sample.place) for sample in differing[:3]),
-            (Fix(f"leave {BASIC}.template and chat_template out, unless the model is to learn another format", 0),),
+            (Fix(f"{_instead(processor, beginning, own)}, unless the model is to learn another format", 0),),
         )
+
+
+def _instead(processor: Any, beginning: str, own: ChatTemplate | None) -> str:
+    """What to set in the place of a template that does not fit. A beginning that the processor alone writes has to be
+    written by a template: `mm check` asks for it where rows lack it."""
+    if own is None:
+        return f"name a format of this model's tokens in {BASIC}.template or chat_template"
+    if not beginning or _begins(own, beginning):
+        return f"leave {BASIC}.template and chat_template out: the model's folder has its own"
+    return (
+        f"set {BASIC}.chat_template to a file with {beginning!r}, which {type(processor).__name__} begins every text "
+        "with, and the model's own template behind it"
+    )
+
+
+def _begins(template: ChatTemplate, beginning: str) -> bool:
+    try:
+        return template.render(_PROBE).startswith(beginning)
+    except DataError:
+        return False  # it wants another conversation
 
 
 def _marks_written(template: ChatTemplate) -> set[str]:
@@ -70,8 +91,11 @@ def _own_template(processor: Any, used: ChatTemplate) -> ChatTemplate | None:
     return ChatTemplate(processor, source) if source and source != used.source else None
 
 
-def _differs(used: ChatTemplate, own: ChatTemplate, sample: Sample) -> bool:
+def _differs(used: ChatTemplate, own: ChatTemplate, beginning: str, sample: Sample) -> bool:
+    """Whether a row is written otherwise than by the model's own template, with or without what its processor begins
+    every text with."""
     try:
-        return used.render(sample.messages) != own.render(sample.messages)
+        written = own.render(sample.messages)
+        return used.render(sample.messages) not in (written, beginning + written)
     except DataError:
         return True

@@ -37,6 +37,8 @@ _GIB = 2**30
 _ROWS_A_STEP = 16
 _ROWS = (8, 2, 1)
 """Rows of a device at a time that are tried: each forecast takes some seconds."""
+_ROWS_LOOKED_AT = 100
+"""First rows of the data, whose kind decides how they are trained on."""
 _LEAST_ROWS_TO_HOLD_OUT, _HELD_OUT = 200, 0.02
 _PIXELS = 1024 * 1024
 """Of pictures for a generator whose release names no size: those that are larger are scaled down."""
@@ -147,7 +149,7 @@ class _Setup:
         kind = kind_of_path(request.model)
         if kind is GENERATOR:
             return cls(request, kind, *_devices(request), _sizes(request.model))
-        settings = row_settings(request.model, _first_row(request.data))
+        settings = row_settings(request.model, _first_rows(request.data))
         given = {key.removeprefix(f"{BASIC}.") for key in given_keys(request.overrides)}
         if "chat_template" in given:
             given.add("template")
@@ -315,17 +317,18 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
     return devices, memory if is_here else memory // devices, is_here
 
 
-def _first_row(data: Path) -> dict[str, Any]:
-    """The first row; empty where rows cannot be opened, which is the check's to say."""
+def _first_rows(data: Path) -> list[dict[str, Any]]:
+    """Some of the first rows; none where rows cannot be opened, which is the check's to say."""
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
 
     folder = data if data.is_dir() else data.parent
     basic = BasicParameters.model_construct(dataset=str(data), dataset_dir=str(folder))  # a folder may be called true
     try:
-        return dict(open_rows(basic, DatasetAttr()).row(0))
+        table = open_rows(basic, DatasetAttr())
+        return [dict(table.row(number)) for number in range(min(len(table), _ROWS_LOOKED_AT))]
     except MMError:
-        return {}
+        return []
 
 
 def _sizes(model: Path) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,12 @@ _THINKING = "<think>"
 _PLAIN = "default"
 
 
+_OF_DOCUMENTS = (
+    "documents, which have no turns; those longer than cutoff_len are cut into pieces (truncation: split); "
+    "conversations among them need stage: sft"
+)
+
+
 class RowSetting(NamedTuple):
     """A value of `basic_parameters`, and why it is set."""
 
@@ -37,19 +43,22 @@ def holds_pairs(row: Mapping[str, Any]) -> bool:
     return any(row.get(column) for column in PAIRS["rejected"])
 
 
-def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, RowSetting]:
+def row_settings(model: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, RowSetting]:
     """Key of `basic_parameters` → what the rows need beyond their path.
 
     Args:
         model: Folder of a language model. Whatever else is wrong with it is left to the check.
-        row: The first row; empty where it cannot be read.
+        rows: The first ones; none where they cannot be read.
 
     Raises:
         ConfigError: The folder has no chat template, the row has media, and no built-in format has their placeholders.
     """
     settings: dict[str, RowSetting] = {}
+    row = rows[0] if rows else {}
     if holds_pairs(row):
         settings["stage"] = RowSetting("rm", "rows with a better and a worse answer")
+    elif rows and all(map(_is_document, rows)):
+        return {"stage": RowSetting("pretrain", _OF_DOCUMENTS)}
     try:
         processor = load_processor(model)
     except MMError:
@@ -57,8 +66,6 @@ def row_settings(model: Path, row: Mapping[str, Any]) -> dict[str, RowSetting]:
     try:
         build_template(processor, BasicParameters())
     except ModelFolderError:
-        if _is_document(row):
-            return settings | {"stage": RowSetting("pretrain", "plain text: the folder has no chat template")}
         name = _fitting_format(model, processor, shows_media=_has_media(row))
         comment = "the folder has no chat template; more formats: docs/data.md, Order of turns"
         settings["template"] = RowSetting(name, comment)

@@ -21,7 +21,6 @@ from mindspeed_mm.fsdp.plan.outline import packs_rows
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.register import import_plugin
 from mindspeed_mm.tasks.verify.compare import QUANTITIES, RecordsDifferError, deviations, worst_of
 from mindspeed_mm.tasks.verify.faults import planted
@@ -35,6 +34,7 @@ from mindspeed_mm.tasks.verify.model import (
 )
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from mindspeed_mm.tasks.verify.ranks import Tell
+from mindspeed_mm.tasks.verify.rows import PartTrainer, agreeing_rows, part_of
 from mindspeed_mm.tasks.verify.setup import Case, OneProcess, VerifyJob, arguments_of
 from mindspeed_mm.tasks.verify.table import TOLERANCE, Row
 
@@ -55,6 +55,10 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     import_plugin(job.config.arguments.training.plugin)
     arguments = job.setup.arguments
     dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
+    if (agreeing := agreeing_rows(dataset, arguments, job.setup)) is not None:
+        rows, told = agreeing
+        dataset = part_of(dataset, rows)
+        job = replace(job, rows=rows, setup=replace(job.setup, changes=(*job.setup.changes, told)))
     if not has_one_size(dataset, arguments):
         setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
         job = replace(job, setup=setup, one_size=False)
@@ -199,7 +203,9 @@ def steps_of(job: VerifyJob, case: Case) -> tuple[TrainEngine, list[StepRecord]]
     )
     recorder = StepRecorder()
     with keeping_double():
-        engine = Trainer(replace(job.config, arguments=arguments), options, hooks=[recorder]).train()
+        trainer = PartTrainer(replace(job.config, arguments=arguments), options, hooks=[recorder])
+        trainer.rows = job.rows
+        engine = trainer.train()
     gc.collect()
     if engine is None or not recorder.steps:
         raise MMError("no step was run")

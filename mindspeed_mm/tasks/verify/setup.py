@@ -77,6 +77,8 @@ class VerifyJob:
     fault: str | None = None
     one_size: bool = True
     """Whether samples fit into batches of any size: those of generators have sizes, and packs are planned whole."""
+    rows: tuple[int, ...] | None = None
+    """Numbers of the rows that are trained on; None: all."""
     unpackable: str = ""
     """Why samples cannot share a row; empty when they can."""
 

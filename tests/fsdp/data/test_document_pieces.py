@@ -219,3 +219,15 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, basic: dict[str, Any], to
         sections["posttrain"] = {"method": "dpo"}
     with pytest.raises(Exception, match=told):
         load_config(sections)
+
+
+@pytest.mark.usefixtures("documents")
+def test_streamed_documents_that_are_left_out_are_told(tmp_path: Path, param: Param, text_folder: Path) -> None:
+    """Nothing is set: streamed documents cannot be cut, and the log says what can be done."""
+    file = tmp_path / "documents.jsonl"
+    dataset_param = param(file, text_folder, stage="pretrain", streaming=True, cutoff_len=MOST)
+    dataset, _ = build_mm_dataset(dataset_param)
+    (note,) = dataset.row_notes()
+    assert f"documents of more than cutoff_len {MOST} tokens are left out" in note and "streaming: false" in note
+    shrunk = param(file, text_folder, stage="pretrain", streaming=True, truncation="shrink")
+    assert build_mm_dataset(shrunk)[0].row_notes() == []

@@ -31,8 +31,8 @@ ROWS = [
 ]
 
 
-def write_gguf(path: Path, seed: int = 0) -> Path:
-    """A Qwen2 of two layers in Q8_0, as llama.cpp's converter lays it out."""
+def write_gguf(path: Path, seed: int = 0, *, broken: str = "") -> Path:
+    """A Qwen2 of two layers in Q8_0, as llama.cpp's converter lays it out; one of its vectors may hold NaN."""
     draw = torch.Generator().manual_seed(seed)
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_name("tiny")
@@ -57,7 +57,10 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
     def add_vector(name: str, size: int) -> None:
-        writer.add_tensor(name, (1 + torch.randn(size, generator=draw) * 0.1).numpy())
+        values = (1 + torch.randn(size, generator=draw) * 0.1).numpy()
+        if name == broken:
+            values[size // 2] = float("nan")
+        writer.add_tensor(name, values)
 
     vocabulary = len(LETTERS) + len(SPECIAL)
     add_matrix("token_embd.weight", vocabulary, WIDTH)
@@ -174,3 +177,16 @@ def test_convert_writes_it_where_it_is_told(file: Path, tmp_path: Path) -> None:
     assert said.code == 0 and "from a folder of kind 'gguf'" in said.out, said.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "folder").config.model_type == "qwen2"
     assert mm("convert", file, tmp_path / "dcp", "--to", "dcp").code == 2
+
+
+@pytest.mark.edge("BR19")
+def test_convert_names_weights_that_are_not_finite(file: Path, tmp_path: Path) -> None:
+    """As of every other source; a sound file has no warning."""
+    said = mm("convert", file, tmp_path / "sound")
+    assert said.code == 0 and "NaN" not in said.out + said.err
+    broken = write_gguf(tmp_path / "broken.gguf", broken="blk.1.ffn_norm.weight")
+    said = mm("convert", broken, tmp_path / "folder")
+    assert said.code == 0, said.err
+    assert "NaN or infinity in model.layers.1.post_attention_layernorm.weight" in said.out + said.err
+    again = mm("convert", broken, tmp_path / "folder", "--overwrite", "--json")
+    assert json.loads(again.out)["not_finite"] == ["model.layers.1.post_attention_layernorm.weight"]

@@ -14,10 +14,13 @@ import transformers
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
+from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
+from mindspeed_mm.tasks.verify.rows import agreeing_rows
 from tests.helpers.runs import mm
 from tests.helpers.tiny_processors import byte_tokenizer
+from tests.tasks.verify_cases import Asked, job_of, verify_all
 
 TEMPLATE = """\
 {%- for message in messages -%}{{ '<|im_start|>' + message.role + ' ' }}{%- for part in message.content -%}
@@ -43,6 +46,7 @@ MARKS = (
     *("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>"),
     *("<im_low>", "<|image|>", "<|video|>"),
 )
+BASIC = "data.dataset_param.basic_parameters"
 OWN = ("training.plugin=[pictures.py]", "data.dataset_param.basic_parameters.chat_template=begun.jinja")
 QUESTION = "<|im_start|>user <|image|>colour?<|im_end|>"
 ANSWERS = ("red", "deep green")
@@ -149,10 +153,60 @@ def test_the_check_says_what_the_processor_begins_texts_with(folder: Path) -> No
     assert told in alone.out and told not in begun.out
 
 
-def test_packed_rows_are_refused(folder: Path) -> None:
-    refused = mm("check", "run.yaml", *OWN, "data.dataset_param.basic_parameters.packing=true")
-    assert refused.code != 0
-    assert "tokens of its pictures see each other both ways, and those of two documents would" in refused.out
+def test_the_check_of_rows_asks_for_the_same_template(folder: Path) -> None:
+    """A template that `mm check` asks for is no other format, and what replaces another one begins as it does."""
+    begun = mm("data", "check", "run.yaml", *OWN)
+    assert begun.code == 0 and "template mismatch" not in begun.out, begun.out + begun.err
+    Path("other.jinja").write_text(TEMPLATE.replace("message.role + ' '", "message.role + ': '"))
+    other = mm("data", "check", "run.yaml", OWN[0], "data.dataset_param.basic_parameters.chat_template=other.jinja")
+    assert "rows render differently than with the model's own template" in other.out
+    assert "chat_template to a file with '<|endoftext|>', which Molmo2Processor begins" in other.out
+    assert "leave data.dataset_param" not in other.out
+
+
+def test_packed_rows_train_as_single_ones(folder: Path) -> None:
+    """Their pictures' tokens see each other both ways, in their own row."""
+
+    def step(name: str, *words: str) -> dict[str, float]:
+        trained = mm("train", "run.yaml", *OWN, f"training.save={name}", *words)
+        assert trained.code == 0, trained.err
+        return dict(json.loads(Path(name, "metrics.jsonl").read_text()))
+
+    single = step("single")
+    room = int(single["tokens"])  # of both rows, so that no third one fits
+    packed = step("packed", f"{BASIC}.packing=true", f"{BASIC}.cutoff_len={room}", "training.micro_batch_size=1")
+    assert (packed["samples"], packed["tokens"]) == (2, room)
+    assert packed["loss"] == pytest.approx(single["loss"], rel=1e-12)
+    assert packed["grad_norm"] == pytest.approx(single["grad_norm"], rel=1e-9)
+
+
+def mix_rows() -> None:
+    """Rows with pictures between rows of text alone."""
+    pictured = Path("rows.jsonl").read_text().splitlines()
+    turns = [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": "red"}]
+    plain = json.dumps({"messages": turns})
+    Path("rows.jsonl").write_text("".join(f"{row}\n{plain}\n" for row in pictured * 6))
+
+
+def test_verify_takes_rows_that_two_processes_can_share(folder: Path) -> None:
+    job = job_of(Asked(folder / "run.yaml", OWN), folder / "work")
+    arguments = job.setup.arguments
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param)
+    assert agreeing_rows(dataset, arguments, job.setup) is None
+    mix_rows()
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param)
+    found = agreeing_rows(dataset, arguments, job.setup)
+    assert found is not None and found[0] == tuple(range(0, 24, 2))
+    assert "those with pixel_values, 12 of the first 24; the others are left out" in found[1]
+
+
+@pytest.mark.slow
+def test_verify_compares_rows_of_which_some_have_pictures(folder: Path) -> None:
+    mix_rows()
+    found = verify_all(2, {"mixed": Asked(folder / "run.yaml", OWN)}, folder / "work")["mixed"]
+    assert not isinstance(found, str), found
+    assert not [row for row in found if row.is_missed]
+    assert "packed = unpacked" in {row.check for row in found if not row.note}
 
 
 def test_an_export_cuts_the_words_where_the_release_does(folder: Path) -> None:

@@ -174,8 +174,10 @@ def test_a_tower_is_not_told_the_texts_borders() -> None:
     [
         ("kimi_k25", "_models_beside_the_decoder", lambda model: []),
         ("minimax_m3_vl", "_models_beside_the_decoder", lambda model: []),
-        ("gemma3", "image_blocks_key", lambda model: None),
-        ("gemma4", "image_blocks_key", lambda model: None),
+        ("gemma3", "blocks_key", lambda model: None),
+        ("gemma4", "blocks_key", lambda model: None),
+        ("hrm_text prefixes", "blocks_key", lambda model: None),
+        ("molmo2", "blocks_key", lambda model: None),
         ("bailing_hybrid", "find_mixers", lambda model: []),
     ],
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.params.yaml.origins import Origin, dump_with_origins, read_defaults
+from mindspeed_mm.fsdp.train.run.began import kept_defaults
 from mindspeed_mm.provider.translate import from_flags
 from tests.helpers.runs import differing, lines, losses, mm, newest, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -36,6 +39,7 @@ def unset(yaml: Path, *names: str, **training: object) -> Path:
     return yaml
 
 
+TRUNCATION = "data.dataset_param.basic_parameters.truncation"
 LENGTH = ("train_iters", "lr_decay_style", "lr_warmup_ratio", "save_total_limit")
 
 
@@ -107,9 +111,19 @@ def test_a_run_of_an_older_version_goes_on_with_its_defaults(old: Path) -> None:
     kept = next(line for line in out.splitlines() if line.startswith("kept"))
     for key in ("training.lr_decay_style constant", "training.train_iters 10000", "training.save_total_limit None"):
         assert key in kept
+    assert "truncation" not in kept  # dropped then as now, though the default is null and not `drop`
     assert "jumps" not in out
     again = train("run.yaml", None, "--steps", 1)  # from the resolved.yaml that this version has written
     assert lines(run / "metrics.jsonl")[-1]["lr"] == 0.01 and "kept" in again
+
+
+@pytest.mark.edge("BU3")
+@pytest.mark.parametrize(("stage", "kept"), [("sft", ""), ("pretrain", f"{TRUNCATION} drop")])
+def test_a_kept_value_is_listed_where_the_default_of_now_means_another(stage: str, kept: str) -> None:
+    basic = {"stage": stage, "truncation": "drop"}
+    config = load_config({"data": {"dataset_param": {"basic_parameters": basic}}})
+    began = replace(config, origins={**config.origins, TRUNCATION: Origin("run", "resolved.yaml")})
+    assert kept_defaults(began) == kept
 
 
 @pytest.mark.edge("BU3")

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
+_FOR_CONVERSATIONS = "Raise cutoff_len, lower image_max_pixels, or set truncation: shrink, which removes whole turns."
+_FOR_DOCUMENTS = "Raise cutoff_len, or set truncation: split, which cuts documents into pieces (not of streamed rows)."
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ class SampleEncoder:
         if self._options.truncation == "split":
             return ids, len(ids)
         if len(ids) > self._options.cutoff_len and self._options.truncation != "shrink":
-            raise self._too_long(len(ids))
+            raise self._too_long(len(ids), _FOR_DOCUMENTS)
         return ids[: self._options.cutoff_len], len(ids)
 
     # --- media -------------------------------------------------------------------------------------------------------
@@ -460,11 +462,11 @@ class SampleEncoder:
                 way_out="Check the chat template, or set train_on_prompt: true.",
             )
 
-    def _too_long(self, length: int) -> TooLongError:
+    def _too_long(self, length: int, way_out: str = _FOR_CONVERSATIONS) -> TooLongError:
         error = TooLongError(
             f"the sample has {length} tokens, more than cutoff_len {self._options.cutoff_len}",
             key=_CUTOFF_KEY,
-            way_out="Raise cutoff_len, lower image_max_pixels, or set truncation.",
+            way_out=way_out,
         )
         error.tokens = length
         return error

@@ -165,6 +165,21 @@ def settle_sharded(model: nn.Module, plan: FsdpPlan, units: Sequence[Unit] = ())
     _keeps_parameters.update(_kept_whole(model, units, plan))
     _expect_logits_to_be_a_view(model)
     _keep_recording(model)
+    _tolerate_unused(model)
+
+
+def _tolerate_unused(model: nn.Module) -> None:
+    """Let passes that do not communicate leave out units that no pass has run yet, such as a tower before the first
+    picture: torch (2.11 to 2.13) raises there, where a pass that communicates leaves them out."""
+
+    def converted(parameter: Any, plain: Callable[[], None]) -> None:
+        if has_all(parameter, "_unsharded_param"):
+            plain()
+
+    for group in chain.from_iterable(map(_groups_of, fsdp_modules(model))):
+        for parameter in group.fsdp_params:
+            plain = parameter.to_accumulated_grad_if_needed
+            parameter.to_accumulated_grad_if_needed = partial(converted, parameter, plain)
 
 
 def _keep_recording(model: nn.Module) -> None:

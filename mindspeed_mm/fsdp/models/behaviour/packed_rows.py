@@ -33,8 +33,15 @@ _KEPT_APART = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "reference_sliding_attention", "minimax_m3_sparse"}
 )
 """Kinds of layers that see one document at a time."""
-_IMAGE_BLOCKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4_unified": "mm_token_type_ids"}
-"""Model type → the batch key that marks images, whose tokens see each other both ways."""
+_BLOCKS = {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+    "gemma4_unified": "mm_token_type_ids",
+    "hrm_text": "token_type_ids",
+    "molmo2": "mm_token_type_ids",
+}
+"""Model type → the batch key that marks blocks, whose tokens see each other both ways: images, or HRM's prefixes."""
+_PICTURES = ("pixel_values", "pixel_values_videos")
 MOST_MASKED_TOKENS = 16_384
 """Maximum length of a row that needs a mask of T² entries."""
 
@@ -58,7 +65,7 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
             model.get_submodule(name).register_forward_pre_hook(leave_borders_out, with_kwargs=True)
     for mixer in find_mixers(model):
         replace_forward(mixer, ForwardKind.PACKING, SegmentedForward(mixer))
-    if (marks := image_blocks_key(model)) is not None:
+    if (marks := blocks_key(model)) is not None:
         model.register_forward_pre_hook(_BlockMasks(model, marks), with_kwargs=True)
     model.register_forward_pre_hook(read_positions, with_kwargs=True)
 
@@ -98,8 +105,8 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
     if looking_beyond:
         yield f"the model has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
-    if attribute_at(model, "config.model_type", "") not in _IMAGE_BLOCKS and _joins_blocks(model):
-        yield "tokens of its pictures see each other both ways, and those of two documents would"
+    if attribute_at(model, "config.model_type", "") not in _BLOCKS and _joins_blocks(model):
+        yield "tokens of its pictures or prefixes see each other both ways, and those of two documents would"
 
 
 def _joins_blocks(model: nn.Module) -> bool:
@@ -187,38 +194,47 @@ def _models_beside_the_decoder(model: nn.Module) -> list[str]:
     return beside
 
 
-def image_blocks_key(model: nn.Module) -> str | None:
-    """The batch key that marks images, where their tokens see each other both ways; None for all other models."""
+def blocks_key(model: nn.Module) -> str | None:
+    """The batch key that marks blocks, where their tokens see each other both ways; None for all other models."""
     config: PreTrainedConfig | None = attribute_at(model, "config")
     kind = attribute_at(config, "model_type", "")
-    if config is None or kind not in _IMAGE_BLOCKS:
+    if config is None or kind not in _BLOCKS:
         return None
-    sees_ahead = attribute_at(config.get_text_config(), "use_bidirectional_attention")
-    return _IMAGE_BLOCKS[kind] if kind == "gemma3" or sees_ahead == "vision" else None
+    if kind.startswith("gemma4"):
+        has_blocks = attribute_at(config.get_text_config(), "use_bidirectional_attention") == "vision"
+    else:
+        has_blocks = bool(attribute_at(config, "prefix_lm", True))
+    return _BLOCKS[kind] if has_blocks else None
 
 
 class _BlockMasks:
-    """Hook in front of a model whose images are blocks: the masks of its two kinds of layers, ready-made.
+    """Hook in front of a model that has blocks: the masks of its one or two kinds of layers, ready-made.
 
     Args:
-        model: Its module says how marks become numbers of blocks (`get_block_sequence_ids_for_mask`).
+        model: Its module says how marks become numbers of blocks (`get_block_sequence_ids_for_mask`); without that, all
+            tokens of a document with the mark 1 are one block, as in Molmo2 and HRM.
         marks: Batch key of the marks.
     """
 
     def __init__(self, model: nn.Module, marks: str) -> None:
         self._marks = marks
-        self._window = int(model.config.get_text_config().sliding_window)  # type: ignore[union-attr, operator]
+        self._of_pictures = bool(_models_beside_the_decoder(model))
+        text_config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self._window: int | None = attribute_at(text_config, "sliding_window")
         module = sys.modules[type(model).__module__]
-        self._blocks_of: Callable[..., torch.Tensor] = module.get_block_sequence_ids_for_mask
+        self._blocks_of: Callable[..., torch.Tensor] = attribute_at(
+            module, "get_block_sequence_ids_for_mask", _one_block
+        )
 
     def __call__(self, _: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
         borders, marks_1T = kwargs.get("cu_seq_lens_q"), kwargs.get(self._marks)
-        if borders is None or marks_1T is None or kwargs.get("pixel_values") is None:
+        has_pictures = any(kwargs.get(key) is not None for key in _PICTURES)
+        if borders is None or marks_1T is None or (self._of_pictures and not has_pictures):
             return None
         tokens = marks_1T.shape[1]
         if tokens > MOST_MASKED_TOKENS:
             raise DataError(
-                f"a row of {tokens} tokens with images, which see each other both ways, needs a mask of {tokens}² "
+                f"a row of {tokens} tokens with blocks that see each other both ways needs a mask of {tokens}² "
                 f"entries; {MOST_MASKED_TOKENS} tokens are the most",
                 key="data.dataset_param.basic_parameters.cutoff_len",
                 way_out="Lower it, or set packing to false.",
@@ -230,19 +246,27 @@ class _BlockMasks:
         return args, others
 
 
-def block_masks(borders: torch.Tensor, blocks_T: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-    """(1, 1, T, T) booleans for full and for sliding layers: a token sees what is before it, and all of its block, in
-    its own document.
+def _one_block(marks_1T: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.where(marks_1T.to(device) == 1, 0, -1)
+
+
+def block_masks(
+    borders: torch.Tensor, blocks_T: torch.Tensor, window: int | None
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """(1, 1, T, T) booleans, by kind of layer where there are full and sliding ones: a token sees what is before it,
+    and all of its block, in its own document.
 
     Args:
         borders: (documents + 1,).
         blocks_T: Number of each token's block, -1 outside.
-        window: How many tokens a sliding layer sees.
+        window: How many tokens a sliding layer sees; None: there is no such layer.
     """
     place_T = torch.arange(len(blocks_T), device=blocks_T.device)
     document_T = torch.bucketize(place_T, borders[1:], right=True)
     distance_TT = place_T[:, None] - place_T[None, :]
     in_block_TT = (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T[:, None] >= 0)
     full_TT = (document_T[:, None] == document_T[None, :]) & ((distance_TT >= 0) | in_block_TT)
+    if window is None:
+        return full_TT[None, None]
     sliding_TT = full_TT & (distance_TT < window)
     return {"full_attention": full_TT[None, None], "sliding_attention": sliding_TT[None, None]}

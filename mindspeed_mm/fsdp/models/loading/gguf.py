@@ -21,6 +21,7 @@ from mindspeed_mm.core.errors import MachineError, ModelFolderError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.terminal import say
+from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -57,10 +58,11 @@ def model_folder_of(path: Path, key: str = "") -> Path:
     return folder
 
 
-def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bool = False) -> None:
+def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bool = False) -> list[str]:
     """Write a GGUF file as a model folder: configuration, tokenizer with its chat template, weights.
 
-    transformers reads the whole file into memory. Weights in few bits become fp32.
+    transformers reads the whole file into memory. Weights in few bits become fp32. Returns the names of written weights
+    that hold NaN or infinity.
 
     Args:
         path: The file.
@@ -74,12 +76,13 @@ def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bo
     try:
         with atomic_folder(folder, overwrite=overwrite, sources=[path]) as draft:
             model, tokenizer = _read(path, key)
-            _save(model, tokenizer, draft)
+            not_finite = _save(model, tokenizer, draft)
             atomic_write_text(draft / _SOURCE, json.dumps(_stamp(path)))
     except MachineError as error:
         if not error.problems[0].way_out:
             error.change_problems(lambda problem: replace(problem, key=key, way_out=_WAY_OUT))
         raise
+    return not_finite
 
 
 def _read(path: Path, key: str) -> tuple[Any, Any]:
@@ -111,7 +114,8 @@ def _read(path: Path, key: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+def _save(model: Any, tokenizer: Any, folder: Path) -> list[str]:
+    """Write the folder. Returns the names of weights that hold NaN or infinity."""
     tensors: dict[str, HeldTensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -128,6 +132,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+    return [name for name, tensor in tensors.items() if not is_finite(tensor.read())]
 
 
 def _is_current(folder: Path, path: Path) -> bool:

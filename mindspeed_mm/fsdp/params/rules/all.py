@@ -100,7 +100,7 @@ def _documents_can_be_cut(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(
                 "documents are cut where their lengths are known, and streamed rows are not measured",
                 key=f"{key}.basic_parameters.truncation",
-                way_out="Set streaming: false.",
+                way_out="Set streaming: false; or truncation: shrink, which keeps the first cutoff_len tokens of each.",
             )
         elif basic.stage in ("rm", "prompt"):
             yield Problem(

@@ -15,6 +15,7 @@ from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
+from mindspeed_mm.fsdp.params.value_types import Section
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.origins import UNSET, Origin, leaves, read_defaults
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
@@ -55,10 +56,23 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
 
 
 def kept_defaults(config: ResolvedConfig) -> str:
-    """The values that `as_run_began` has kept, for the log; empty where there are none."""
+    """The values that `as_run_began` has kept and that would be others now, for the log; empty where there are none."""
     values = dict(leaves(resolved_dict(config)))
-    kept = [f"{key} {values[key]}" for key, origin in config.origins.items() if origin.kind == "run"]
+    kept = []
+    for key, origin in config.origins.items():
+        if origin.kind == "run" and not _is_what_null_means(config.arguments, key):
+            kept.append(f"{key} {values[key]}")
     return ", ".join(kept)
+
+
+def _is_what_null_means(arguments: Arguments, key: str) -> bool:
+    """Whether a key has the value that its default of now, null, stands for."""
+    holder, _, name = key.rpartition(".")
+    section = value_at(arguments, holder) if holder else arguments
+    if not isinstance(section, Section) or name not in section.NULL_MEANS:
+        return False
+    unset = section.model_copy(update={name: None})
+    return bool(getattr(unset, section.NULL_MEANS[name]) == section[name])
 
 
 def _resolved_of_resumed(arguments: Arguments, options: ResumeOptions) -> Path | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,9 +16,14 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ExitCode, MachineError, MMError, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.os_errors import explained_os_error
 from mindspeed_mm.fsdp.utils.device import memory_in_use
+from mindspeed_mm.fsdp.utils.plugins import place_in_plugin
 
 _GLOO = re.compile(r"gloo/(?:gloo|transport)|gloo.*(?:closed|reset|timed? ?out)", re.IGNORECASE)
 INTERRUPTED = 130
+
+
+class ModelCodeError(MMError):
+    """The code of the library that the model's class comes from failed, as a run's steps called it."""
 
 
 class PeersLost(MachineError):
@@ -77,6 +85,14 @@ _LEVERS = (
 
 
 @contextmanager
+def explained_step(batches: Sequence[Batch], step: int, rank: int, autopsy: Autopsy | None = None) -> Iterator[None]:
+    """What fails in a step in a person's words: memory, or the code of the model's library. Arguments and errors as of
+    `explained_out_of_memory` and `explained_model`."""
+    with explained_out_of_memory(batches, step, rank, autopsy), explained_model(batches, f"step {step}", rank):
+        yield
+
+
+@contextmanager
 def explained_out_of_memory(
     batches: Sequence[Batch], step: int, rank: int, autopsy: Autopsy | None = None
 ) -> Iterator[None]:
@@ -115,6 +131,66 @@ def explained_out_of_memory(
         ) from error
 
 
+@contextmanager
+def explained_model(batches: Sequence[Batch], when: str, rank: int) -> Iterator[None]:
+    """Turn an exception out of the code of a model's library into one that says what the model was given, and what the
+    library said where.
+
+    Args:
+        batches: The micro-batches that are computed, prepared.
+        when: The step, in words.
+        rank: This rank.
+
+    Raises:
+        ModelCodeError: In the place of the exception. What our own code, a plugin's, or torch outside of a model
+            raises passes through, as do errors of memory and of lost ranks.
+    """
+    try:
+        yield
+    except MMError:
+        raise
+    except Exception as error:
+        library, place = _library_of(error)
+        if not library or is_out_of_memory(error) or has_lost_peers(error):
+            raise
+        said = next(iter(str(error).splitlines()), "")
+        given = "; ".join(f"{shortened(sample_ids([batch]))}: {_shapes(batch)}" for batch in batches[:_MOST_BATCHES])
+        more = f" and {len(batches) - _MOST_BATCHES} more micro-batches" if len(batches) > _MOST_BATCHES else ""
+        raise ModelCodeError(
+            f"the model's own code, in {library}, failed on rank {rank} in {when}: {type(error).__name__}: {said} "
+            f"({place})",
+            where=f"samples {given}{more}",
+            way_out="See what it is given by mm check and mm data preview. If one row alone fails too "
+            "(training.micro_batch_size=1 training.gradient_accumulation_steps=1), or only some do, compare these "
+            f"rows with the others. Otherwise try another release of {library}, and report it there with the "
+            "traceback, which --traceback shows and log/train.log of the run folder keeps.",
+        ) from error
+
+
+_LIBRARIES = ("transformers", "diffusers", "transformers_modules")
+"""Packages with classes of models; the last one holds code that came with a model's folder."""
+_STANDARD = sysconfig.get_path("stdlib")
+"""Where Python's own modules lie; packages that are installed lie below it."""
+_MOST_BATCHES = 4
+
+
+def _library_of(error: BaseException) -> tuple[str, str]:
+    """The library whose code raised an error, or called what of torch or Python raised it, with its line
+    `file.py:12`; empty where it was other code."""
+    if place_in_plugin(error):
+        return "", ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        parts = Path(frame.filename).parts
+        for library in _LIBRARIES:
+            if library in parts and "mindspeed_mm" not in parts:
+                return library, f"{frame.filename}:{frame.lineno}"
+        is_installed = "site-packages" in parts or "dist-packages" in parts
+        is_pythons = frame.filename.startswith("<") or Path(frame.filename).is_relative_to(_STANDARD)
+        if "torch" not in parts and (is_installed or not is_pythons):
+            break
+    return "", ""
+
+
 def _examined(autopsy: Autopsy | None, batch: Batch) -> tuple[Sequence[str], Sequence[str]]:
     if autopsy is None:
         return (), ()
@@ -129,7 +205,9 @@ def _numel(batch: Batch) -> int:
 
 
 def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(v.shape) for key, v in batch.items() if isinstance(v, torch.Tensor) and v.ndim}
+    """Shapes by key, without what an objective has prepared for itself."""
+    named = {key: value for key, value in batch.items() if not key.startswith("_")}
+    return {key: tuple(value.shape) for key, value in named.items() if isinstance(value, torch.Tensor) and value.ndim}
 
 
 def sizes_of_samples(batch: Batch) -> str:

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from typing import TextIO
 import torch
 
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
+from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
@@ -130,6 +132,13 @@ class RunRecord:
         if self._run:
             self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
             self._write_run()
+
+    def keep_traceback(self, error: BaseException) -> None:
+        """Write the traceback of an error that a person cannot act on alone into the log file, not to the screen."""
+        if isinstance(error, MMError) and error.exit_code != ExitCode.BUG:
+            return
+        if isinstance(error, Exception):
+            self.progress.keep("".join(traceback.format_exception(error)).rstrip())
 
     def note(self, text: str, step: int | None = None) -> None:
         """Tell people one thing: a line on the screen and in the log, and an event (`warning` where the line begins

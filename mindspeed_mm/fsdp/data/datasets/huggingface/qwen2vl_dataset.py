@@ -227,7 +227,13 @@ class Qwen2VLDataset(MMDataset):
             with contextlib.suppress(DataError):  # whoever reads the row says what is wrong with it
                 counts.update(map(str, self.sample(looked_at).unread))
             looked_at += 1
-        return [unread_told(counts, f"the first {looked_at} rows")] if counts else []
+        notes = [unread_told(counts, f"the first {looked_at} rows")] if counts else []
+        if self.streams and self._is_text and self.truncation == "drop":
+            notes.append(
+                f"documents of more than cutoff_len {self.basic_parameters.cutoff_len:,} tokens are left out, since "
+                "streamed rows are not measured: streaming: false cuts them, truncation: shrink keeps their beginnings"
+            )
+        return notes
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
