@@ -27,10 +27,12 @@ def test_nothing_is_rounded() -> None:
     assert x.grad is not None and x.grad[0] == 2 * (1 + 1e-12)
 
 
-def test_what_is_no_fp64_is_left_alone() -> None:
+def test_other_types_are_left_alone_and_whole_numbers_become_fp64() -> None:
     with keeping_double():
         assert torch.zeros(2, dtype=torch.bfloat16).float().dtype == torch.float32
-        assert torch.zeros(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
+        for whole in (torch.int64, torch.int32, torch.bool):  # sizes and positions, which meet fp64 (GLM-4V)
+            assert torch.zeros(2, dtype=whole).to(torch.float32).dtype == torch.float64
+            assert torch.zeros(2, dtype=whole).float().dtype == torch.float64
         assert torch.zeros(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
     assert torch.zeros(2, dtype=torch.float64).float().dtype == torch.float32
 

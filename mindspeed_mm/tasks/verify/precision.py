@@ -29,9 +29,9 @@ _rounds: ContextVar[bool] = ContextVar("rounds", default=False)
 
 @contextmanager
 def keeping_double() -> Iterator[None]:
-    """While inside, what asks torch for fp32 of an fp64 tensor gets fp64: `x.float()`, `x.to(torch.float32)`,
-    `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as always: feature extractors and frozen
-    encoders round their filters to fp32 and multiply them by sound in fp32."""
+    """While inside, what asks torch for fp32 of an fp64 tensor or of whole numbers gets fp64: `x.float()`,
+    `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as always:
+    feature extractors and frozen encoders round their filters to fp32 and multiply them by sound in fp32."""
     with ExitStack() as stack:
         stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
         stack.enter_context(swapped(LiveEncoder, "__call__", _rounding(LiveEncoder.__call__)))
@@ -56,7 +56,7 @@ def _rounding(plain: Callable[_P, _R]) -> Callable[_P, _R]:
 def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(plain)
     def own(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return tensor if _is_kept(tensor) else plain(tensor, *args, **kwargs)
+        return tensor.double() if _is_kept(tensor) else plain(tensor, *args, **kwargs)
 
     return own
 
@@ -73,7 +73,9 @@ def _keeping(plain: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def _is_kept(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and not _rounds.get()
+    if not isinstance(tensor, torch.Tensor) or _rounds.get():
+        return False
+    return tensor.dtype is torch.float64 or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _double_for_single(value: object) -> object:

@@ -168,3 +168,33 @@ def test_only_the_named_parameters_change() -> None:
     assert initialize(model, seed=0, units=[], names={"inner.bias"}) == ["inner.bias"]
     assert (model.inner.weight == 9).all() and (model.scale == 9).all()
     assert (model.inner.bias != 9).all()
+
+
+class Standardised(BaseModel):
+    """Holds numbers that a checkpoint has and no optimizer changes, in a module without parameters of its own, as
+    Gemma 4's vision tower does; torch gives their memory as it finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((3,), 7.0))
+        self.register_buffer("step", torch.full((3,), 7.0), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            nn.init.ones_(self.scale)
+
+
+def test_numbers_of_a_module_without_parameters_are_set() -> None:
+    model = built(Standardised)
+    assert initialize(model, seed=0, units=[]) == ["inner.weight", "inner.bias"]
+    assert (model.scale == 1).all() and (model.step == 7).all()
+
+
+def test_numbers_that_were_loaded_are_kept() -> None:
+    model = built(Standardised)
+    initialize(model, seed=0, units=[""], names={"inner.bias"})
+    assert (model.scale == 7).all()
+    initialize(model, seed=0, units=[""], names={"scale"})
+    assert (model.scale == 1).all()

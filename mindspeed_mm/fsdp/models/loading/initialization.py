@@ -32,17 +32,18 @@ Unit = list[tuple[str, nn.Module]]
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Collection[str] | None = None) -> list[str]:
-    """Initialise parameters in place; they have memory already.
+    """Initialise parameters, and buffers that a checkpoint holds, in place; they have memory already.
 
     A module's weights come from `_init_weights(module)` of the nearest model around it (transformers' convention), or
     from a generator's adapter, then from a plugin's own `init_weights()`; what they leave alone from torch's
-    `reset_parameters()`. diffusers' own norms, which have none, begin as the identity.
+    `reset_parameters()`. diffusers' own norms, which have none, begin as the identity. Buffers that none of them sets
+    keep what the model was built with.
 
     Args:
         model: The model, sharded or not.
         seed: Of the run.
         units: Names of modules made in one go, e.g. decoder layers; memory peaks at the largest. Others go one by one.
-        names: Only these parameters; the others keep their values. All when None.
+        names: Only these parameters and buffers; the others keep their values. All when None.
 
     Returns:
         The names of the parameters that were initialised.
@@ -50,14 +51,17 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
     Raises:
         ModelFolderError: The model's code leaves a parameter unset.
     """
-    waiting = {id(p): name for name, p in model.named_parameters() if names is None or name in names}
+    every = chain(model.named_parameters(), persistent_buffers(model))
+    waiting = {id(tensor): name for name, tensor in every if names is None or name in names}
     setters, opaque = _setters(model), _opaque_models(model)
     initialized = []
     for unit in _units(model, [*opaque, *units]):
-        own = chain.from_iterable(module.parameters(recurse=False) for _, module in unit)
-        if waiting.keys().isdisjoint(map(id, own)):
+        parameters = chain.from_iterable(module.parameters(recurse=False) for _, module in unit)
+        buffers = [buffer for _, module in unit for _, buffer in _own_persistent(module)]
+        if waiting.keys().isdisjoint(map(id, chain(parameters, buffers))):
             continue
-        with _full_tensors(unit) as tensors:
+        kept = [buffer for buffer in buffers if id(buffer) not in waiting]
+        with _full_tensors(unit) as tensors, _unchanged(kept):
             _run(unit, setters, opaque, seed)
             for parameter, tensor in tensors:
                 name = waiting.pop(id(parameter), "")
@@ -69,8 +73,8 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
 
 
 def _units(model: nn.Module, units: Sequence[str]) -> Iterator[Unit]:
-    """Disjoint units that hold every module with parameters. A module stands together with children that have none of
-    their own: embeddings set the weights of theirs, which must be whole for it."""
+    """Disjoint units that hold every module with parameters or buffers that are stored. A module stands together with
+    children that have none of their own: embeddings set the weights of theirs, which must be whole for it."""
     taken: set[str] = set()
     for root in units:
         unit = [(name, module) for name, module in _post_order(model.get_submodule(root), root) if name not in taken]
@@ -84,8 +88,29 @@ def _units(model: nn.Module, units: Sequence[str]) -> Iterator[Unit]:
             taken.update(dict(unit))
             yield unit
     for name, module in _post_order(model):
-        if name not in taken and module._parameters:
+        if name not in taken and (module._parameters or _own_persistent(module)):
             yield [(name, module)]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds, each under all of its names."""
+    for prefix, module in model.named_modules():
+        for name, buffer in _own_persistent(module):
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _own_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = module.named_buffers(recurse=False, remove_duplicate=False)
+    return [(name, buffer) for name, buffer in named if name not in module._non_persistent_buffers_set]
+
+
+@contextmanager
+def _unchanged(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Afterwards, these tensors hold what they held before."""
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, values in zip(tensors, before, strict=True):
+        tensor.copy_(values)
 
 
 def _opaque_models(model: nn.Module) -> list[str]:

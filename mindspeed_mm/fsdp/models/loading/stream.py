@@ -24,7 +24,7 @@ from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.initialization import initialize
+from mindspeed_mm.fsdp.models.loading.initialization import initialize, persistent_buffers
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, naming_of
@@ -129,7 +129,8 @@ def stream_weights(
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
     # Names are the folder's up to here; what is initialised goes by the names of the model with its adapters.
     unfilled = set(found.initialized)
-    fresh = {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}
+    named = chain(model.named_parameters(), persistent_buffers(model))
+    fresh = {name for name, _ in named if stored_name(name) in unfilled}
     if fresh:
         initialize(model, seed=seed, units=units, names=fresh)
     return LoadReport(
@@ -191,18 +192,10 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, each once, and the buffers that a checkpoint holds, but for adapters: no folder has them."""
     stored_name = naming_of(model)
     targets: dict[str, torch.Tensor] = {}
-    for name, tensor in chain(model.named_parameters(), _persistent_buffers(model)):
+    for name, tensor in chain(model.named_parameters(), persistent_buffers(model)):
         if not is_adapter_weight(name):
             targets[stored_name(name)] = tensor
     return targets
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint holds, each under all of its names."""
-    for module_name, module in model.named_modules():
-        for full_name, buffer in module.named_buffers(module_name, recurse=False, remove_duplicate=False):
-            if full_name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield full_name, buffer
 
 
 def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
