@@ -265,21 +265,27 @@ class _Buffer:
         sizes = self._book.table(picks.rows)
         passed_over = self._passed_over(picks.rows)
         is_usable = (sizes[:, 0] >= 0) & self._shape.fitting(sizes)
-        taken = np.flatnonzero(is_usable & ~passed_over)
-        samples = len(self.picks) + 1 + np.arange(len(taken))
-        tokens = self._tokens + np.cumsum(self._shape.padded(sizes[taken, 0]))
-        patches = self._patches + np.cumsum(sizes[taken, 1])
-        looked_at = len(picks)
-        last = int(np.searchsorted(self._shape.loads(samples, tokens, patches), enough))
-        if last < len(taken):  # the one with which there is enough
-            taken, looked_at = taken[: last + 1], int(taken[last]) + 1
-        if len(taken):
-            self._tokens, self._patches = int(tokens[len(taken) - 1]), int(patches[len(taken) - 1])
-        self.picks, self.sizes = self.picks + picks[taken], np.concatenate([self.sizes, sizes[taken]])
+        taken, looked_at = np.flatnonzero(is_usable & ~passed_over), len(picks)
+        if enough < math.inf:
+            samples = len(self.picks) + 1 + np.arange(len(taken))
+            tokens = self._tokens + np.cumsum(self._shape.padded(sizes[taken, 0]))
+            patches = self._patches + np.cumsum(sizes[taken, 1])
+            last = int(np.searchsorted(self._shape.loads(samples, tokens, patches), enough))
+            if last < len(taken):  # the one with which there is enough
+                taken, looked_at = taken[: last + 1], int(taken[last]) + 1
+        # Mostly all of them are taken, which needs no copy.
+        places = taken if len(taken) < looked_at else slice(looked_at)
+        self._put(picks[places], sizes[places])
         for place in np.flatnonzero(~is_usable[:looked_at] & ~passed_over[:looked_at]).tolist():
             self.left_out.append((picks[place], self._fault(picks[place].row, sizes[place])))
         self._strike_out(picks.rows[:looked_at][passed_over[:looked_at]])
         return looked_at
+
+    def _put(self, picks: Picks, sizes: np.ndarray) -> None:
+        self.picks = self.picks + picks if self.picks else picks
+        self.sizes = np.concatenate([self.sizes, sizes]) if len(self.sizes) else sizes
+        self._tokens += int(self._shape.padded(sizes[:, 0]).sum())
+        self._patches += int(sizes[:, 1].sum())
 
     def _passed_over(self, rows: np.ndarray) -> np.ndarray:
         """(rows,) whether each is here already: a row as often as it was carried over."""

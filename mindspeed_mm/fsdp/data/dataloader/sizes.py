@@ -84,7 +84,7 @@ class SizeBook:
         """
         while True:
             sizes = self._sizes.take(rows, axis=0, mode="clip")
-            is_unknown = (rows >= len(self._sizes)) | (sizes[:, 0] == _UNKNOWN)
+            is_unknown = self._are_unknown(rows, sizes)
             if not is_unknown.any():
                 return sizes.astype(np.int64)
             if not self._expected:
@@ -113,8 +113,8 @@ class SizeBook:
         """Begin to measure rows that will be asked for, where a process of its own does it; does not wait."""
         if self._process is None:
             return
-        unknown = _each_once(rows[(rows >= len(self._sizes)) | (self._sizes[:, 0].take(rows, mode="clip") == _UNKNOWN)])
-        if len(self._expected):
+        unknown = _each_once(rows[self._are_unknown(rows, self._sizes.take(rows, axis=0, mode="clip"))])
+        if self._expected:
             unknown = unknown[~np.isin(unknown, np.concatenate(list(self._expected)))]
         if len(unknown):
             self._expect(unknown)
@@ -159,6 +159,11 @@ class SizeBook:
             for number, error in share.errors.items():
                 self._sizes[mine[number]] = _UNUSABLE
                 self._errors[int(mine[number])] = error
+
+    def _are_unknown(self, rows: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """(rows,) whether each is still to be measured, given what stands for it, or for the last one there is."""
+        unknown: np.ndarray = (rows >= len(self._sizes)) | (sizes[:, 0] == _UNKNOWN)
+        return unknown
 
     def _make_room(self, row: int) -> None:
         while row >= len(self._sizes):
