@@ -62,10 +62,11 @@ class MixedSampler:
         epochs, rows = np.empty(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
         for which, part in enumerate(self._parts):
             own = np.flatnonzero(parts == which)
-            epochs[own], at = np.divmod(cycle * self.counts[which] + before[own], part.end - part.first)
-            for epoch in np.unique(epochs[own]).tolist():
-                of_epoch = epochs[own] == epoch
-                rows[own[of_epoch]] = part.first + self._rows_of(which, epoch)[at[of_epoch]]
+            own_epochs, at = np.divmod(cycle * self.counts[which] + before[own], part.end - part.first)
+            epochs[own] = own_epochs
+            for epoch in np.unique(own_epochs).tolist():  # which ascend
+                start, stop = np.searchsorted(own_epochs, [epoch, epoch + 1])
+                rows[own[start:stop]] = part.first + self._rows_of(which, epoch)[at[start:stop]]
         return Picks(epochs, rows)
 
     def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
