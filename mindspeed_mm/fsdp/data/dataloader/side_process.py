@@ -6,6 +6,7 @@ each other. Larger things lie in memory that both share (`shared_slots.py`).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -117,6 +118,7 @@ def _answer(job: SideJob[Any, Any], channel: Connection, of_parent: Connection, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()  # looking through the trainer's objects would copy the memory that they are in
     torch.set_num_threads(1)  # those of the trainer are not here
     with suppress(OSError):  # a question must not take the processor from the trainer that asks it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
