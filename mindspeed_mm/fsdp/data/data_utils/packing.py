@@ -172,7 +172,7 @@ def _dealt(runs: _Runs, capacity: int, max_patches: int) -> np.ndarray:
     return np.repeat(np.array(into, dtype=np.int64), times)
 
 
-class _Block:
+class _BlockOfPacks:
     """Some packs in the order of their keys."""
 
     __slots__ = ("keys", "most_spare", "packs", "spares")
@@ -181,10 +181,10 @@ class _Block:
         self.keys, self.packs, self.spares = keys, packs, spares
         self.most_spare = max(spares, default=-1)
 
-    def half(self) -> _Block:
+    def half(self) -> _BlockOfPacks:
         """Give away the second half."""
         at = len(self.keys) // 2
-        other = _Block(self.keys[at:], self.packs[at:], self.spares[at:])
+        other = _BlockOfPacks(self.keys[at:], self.packs[at:], self.spares[at:])
         del self.keys[at:], self.packs[at:], self.spares[at:]
         self.most_spare = max(self.spares)
         return other
@@ -203,7 +203,7 @@ class _OpenPacks:
     def __init__(self, samples: int) -> None:
         self._longest_block = max(32, math.isqrt(samples))
         self._span, self._puts = samples + 1, 0
-        self._blocks = [_Block([], [], [])]
+        self._blocks = [_BlockOfPacks([], [], [])]
         self._borders = [0]
         """No key of a block is below its border. A key is room · span, less the number of the put; so the packs of one
         room follow each other, the latest first."""

@@ -54,7 +54,7 @@ class Picks(Sequence[Pick]):
 
     @classmethod
     def in_epoch(cls, epoch: int, rows: np.ndarray) -> Picks:
-        """Rows of one epoch."""
+        """These rows, all of them in one epoch."""
         return cls(np.full(len(rows), epoch), rows)
 
     @override

@@ -34,7 +34,7 @@ class SideJob(ABC, Generic[Asked, Answer]):
 
     @abstractmethod
     def __call__(self, asked: Asked) -> Answer:
-        """The answer."""
+        """The answer to what was asked."""
 
     @abstractmethod
     def doing(self, asked: Asked) -> str:
