@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
+from itertools import pairwise, starmap
 from typing import Literal
 
 import numpy as np
@@ -328,11 +329,9 @@ class _Buffer:
 
 def _planned(buffer: _Buffer, plan: StepPlan) -> Planned:
     """The step of a buffer, and what waits."""
-    taken, starts = buffer.picks[plan.batches.members], plan.batches.starts.tolist()
-    epochs, rows = taken.epochs, taken.rows
-    step = []
-    for start, end, cost in zip(starts[:-1], starts[1:], plan.costs.tolist(), strict=True):
-        step.append(MicroBatch(Picks(epochs[start:end], rows[start:end]), 0, cost))
+    taken, parts = buffer.picks[plan.batches.members], list(starmap(slice, pairwise(plan.batches.starts.tolist())))
+    picks = map(Picks, map(taken.epochs.__getitem__, parts), map(taken.rows.__getitem__, parts))
+    step = [MicroBatch(each, 0, cost) for each, cost in zip(picks, plan.costs.tolist(), strict=True)]
     waits = np.ones(len(buffer.picks), dtype=bool)
     waits[plan.batches.members] = False
     overdue = int(waits[: buffer.overdue].sum())
