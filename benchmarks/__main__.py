@@ -27,6 +27,7 @@ NAMES = (
     "data_startup",
     "data_memory",
     "batches",
+    "planning",
     "communication",
     "plans",
     "features",

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.dataloader.order import steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, imbalance, nearest_in_cost
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, SizeBook
@@ -56,7 +55,7 @@ class TestShape:
         shape = BatchShape(kind, 4096, patches, rows=3 if kind == "rows" else 0, multiple=8)
         for seed in range(5):
             sizes = [size for size in realistic(200, 2048, seed) if shape.fits(size)]
-            made = shape.micro_batches(sizes)
+            made = shape.micro_batches(np.array(sizes)).lists()
             assert sorted(i for each in made for i in each) == list(range(len(sizes)))
             for each in made:
                 assert patches is None or sum(sizes[i].patches for i in each) <= patches
@@ -76,7 +75,7 @@ class TestShape:
             for seed in range(20):
                 sizes = realistic(150, 2048, seed)
                 sizes[0] = SampleSize(9 + seed, 0)
-                first = next(each for each in shape.micro_batches(sizes) if 0 in each)
+                first = next(each for each in shape.micro_batches(np.array(sizes)).lists() if 0 in each)
                 held = sum(sizes[i].tokens for i in first)
                 assert held > 3500 if kind == "packed" else len(first) * max(sizes[i].tokens for i in first) > 2000
 
@@ -102,7 +101,7 @@ class TestBalance:
         sizes = realistic(4000, 4096)
         keys = {"packing": True} if mode == "packed" else {"max_tokens_per_batch": 8192}
         order = order_of(sizes, 8, 4096, **keys)
-        steps = islice(steps_from(order, DataPosition(0, 0)), 40)
+        steps = islice(order.steps(DataPosition(0, 0)), 40)
         found = [imbalance([batch.cost for batch in planned.step], 8) for planned in steps]
         assert float(np.mean(found)) <= 1.05
         # The planted fault: the same samples as they come.
@@ -113,7 +112,7 @@ class TestBalance:
     def test_packs_are_full(self) -> None:
         sizes = [SampleSize(n, 0) for n in mixed_lengths(3000, most=1024)]
         order, tokens = order_of(sizes, 4, 1024, packing=True), []
-        for planned in islice(steps_from(order, DataPosition(0, 0)), 10):
+        for planned in islice(order.steps(DataPosition(0, 0)), 10):
             tokens += [sum(sizes[pick.row].tokens for pick in batch.picks) for batch in planned.step]
         assert sum(tokens) / len(tokens) / 1024 > 0.98
 
@@ -397,8 +396,8 @@ class TestSizes:
         dataset = Texts([7] * 40, act=note)
         book = SizeBook(Measurer(dataset, 0))
         with book.ahead():
-            book.expect(range(10))
-            book.expect(range(5, 20))
+            book.expect(np.arange(10))
+            book.expect(np.arange(5, 20))
             deadline = time.monotonic() + 20
             while len(list(tmp_path.iterdir())) < 20 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -408,7 +407,7 @@ class TestSizes:
         assert dataset.measured == []
 
     def test_a_process_that_dies_is_told_with_its_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.sizes._POLL_S", 0.1)
+        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.side_process._POLL_S", 0.1)
         book = SizeBook(Measurer(Texts([7] * 40, act=lambda i: os._exit(3) if i == 5 else None), 0))
         with (
             book.ahead(),
@@ -417,7 +416,7 @@ class TestSizes:
             book.of([4, 5, 6])
 
     def test_a_process_that_hangs_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.sizes._POLL_S", 0.1)
+        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.side_process._POLL_S", 0.1)
         book = SizeBook(Measurer(Texts([7], act=lambda i: time.sleep(60)), 0), timeout_s=0.3)
         with book.ahead(), pytest.raises(DataError, match="gave nothing for 0 s at 0"):
             book.of([0])

@@ -13,7 +13,7 @@ from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.dataloader import buckets
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Step, steps_from
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Step
 
 GEOMETRY = MediaGeometry(8, 4, (1, 2, 2), 16, is_video=True)
 SIZES = [MediaSize(1, 32, 32), MediaSize(5, 32, 64), MediaSize(9, 64, 64), MediaSize(17, 64, 32)]
@@ -30,7 +30,7 @@ def order(
 
 
 def epoch_of(found: BucketOrder, epoch: int = 0) -> list[Step]:
-    taken = itertools.islice(steps_from(found, DataPosition(epoch, 0)), found.steps_per_epoch)
+    taken = itertools.islice(found.steps(DataPosition(epoch, 0)), found.steps_per_epoch)
     return [planned.step for planned in taken]
 
 
@@ -119,7 +119,7 @@ def test_resume_at_any_step_under_another_number_of_ranks(drop_last: bool) -> No
     whole = order(4, 1, drop_last=drop_last)
     position, expected = (
         DataPosition(0, 0),
-        [planned.step for planned in itertools.islice(steps_from(whole, DataPosition(0, 0)), 70)],
+        [planned.step for planned in itertools.islice(whole.steps(DataPosition(0, 0)), 70)],
     )
     for number in range(70):
         other = order(*[(4, 1), (2, 2), (1, 4)][number % 3], drop_last=drop_last)
@@ -146,10 +146,10 @@ class TestAnotherSplitOfTheSameBatch:
     def resumed(rows: list[MediaSize], steps: int, *, may_skip: bool = False) -> tuple[list[int], list[int], str]:
         """Rows that were trained before, and after, in the epoch that it was stopped in or behind; and the note."""
         saved, today = order(2, 2, 2, rows=rows), order(1, 2, 4, rows=rows)
-        taken = list(itertools.islice(steps_from(saved, DataPosition(0, 0)), steps))
+        taken = list(itertools.islice(saved.steps(DataPosition(0, 0)), steps))
         position, note = today.go_on(taken[-1].after, saved.batching, may_skip=may_skip)
         following = []
-        for planned in steps_from(today, position):
+        for planned in today.steps(position):
             if planned.step[0].picks[0].epoch != position.epoch:
                 break
             following.append(planned.step)
@@ -168,7 +168,7 @@ class TestAnotherSplitOfTheSameBatch:
         assert sorted(done) == sorted(after) == list(range(211))
         assert note == ""
         drops = [order(*split, drop_last=True) for split in ((2, 2, 2), (1, 2, 4))]
-        end = list(itertools.islice(steps_from(drops[0], DataPosition(0, 0)), drops[0].steps_per_epoch))[-1].after
+        end = list(itertools.islice(drops[0].steps(DataPosition(0, 0)), drops[0].steps_per_epoch))[-1].after
         assert drops[1].go_on(end, drops[0].batching, may_skip=False) == (DataPosition(1, 0), "")
 
     def test_is_refused_within_an_epoch_whose_steps_are_others_or_skips_the_rest(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.data import DataPosition
-from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
+from mindspeed_mm.fsdp.data.dataloader import buffered
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, parts_of, steps_of_all
 
@@ -143,14 +143,14 @@ def test_the_oldest_sample_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "twice"])
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = BufferedOrder._planned
+    honest = buffered._planned
 
-    def faulty(self: BufferedOrder, buffer: Any) -> Any:
-        planned = honest(self, buffer)
+    def faulty(buffer: Any, plan: Any) -> Any:
+        planned = honest(buffer, plan)
         again = planned.step[0].picks[:1] if fault == "twice" else ()
         waiting = planned.after.pending[1:] if fault == "lost" else (*again, *planned.after.pending)
         return planned._replace(after=replace(planned.after, pending=waiting))
 
-    monkeypatch.setattr(BufferedOrder, "_planned", faulty)
+    monkeypatch.setattr(buffered, "_planned", faulty)
     with pytest.raises(AssertionError):
         test_nothing_is_lost_and_nothing_comes_twice("packed", [2] * 60)

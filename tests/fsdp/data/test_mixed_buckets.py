@@ -11,7 +11,7 @@ import pytest
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataloader.buckets import MixedBucketOrder
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, steps_from
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 
 GEOMETRY = MediaGeometry(8, 4, (1, 2, 2), 16, is_video=True)
@@ -26,7 +26,7 @@ def order(deal: Deal | None = None, **changes: Any) -> MixedBucketOrder:
 
 def taken(found: MixedBucketOrder, epochs: int) -> list[list[Pick]]:
     """The samples of each epoch of the mixture that count."""
-    steps, epoch_steps = steps_from(found, DataPosition(0, 0)), found.steps_per_epoch
+    steps, epoch_steps = found.steps(DataPosition(0, 0)), found.steps_per_epoch
     epochs_of = []
     for _ in range(epochs):
         batches = [batch for _ in range(epoch_steps) for batch in next(steps).step]
@@ -50,7 +50,7 @@ def test_every_epoch_has_the_shares_and_in_time_everything_is_seen_equally_often
 
 
 def test_micro_batches_have_one_size() -> None:
-    for planned, _ in zip(steps_from(order(), DataPosition(0, 0)), range(60), strict=False):
+    for planned, _ in zip(order().steps(DataPosition(0, 0)), range(60), strict=False):
         for batch in planned.step:
             assert len({ROWS[pick.row] for pick in batch.picks}) == 1 and batch.cost > 0
 

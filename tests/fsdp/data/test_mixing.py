@@ -25,7 +25,7 @@ PARTS = parts_of(70, 10, 40)
 
 def drawn(sampler: MixedSampler, count: int) -> list[Pick]:
     assert sampler.size is not None
-    return [pick for n in range(count) for pick in sampler.draw(*divmod(n, sampler.size), 1)]
+    return [pick for n in range(0, count, 5) for pick in sampler.draw(*divmod(n, sampler.size), 5)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

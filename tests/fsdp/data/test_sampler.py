@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder, steps_from
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder
 from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BaseRandomBatchSampler,
     EpochSampler,
@@ -25,7 +25,7 @@ def global_order(sampler: EpochSampler, global_batch: int, drop_last: bool) -> G
 
 def rows(order: GlobalOrder, steps: int, position: DataPosition | None = None) -> list[Any]:
     start = position or DataPosition(0, 0)
-    taken = itertools.islice(steps_from(order, start), steps)
+    taken = itertools.islice(order.steps(start), steps)
     return [pick for planned in taken for micro_batch in planned.step for pick in micro_batch.picks]
 
 

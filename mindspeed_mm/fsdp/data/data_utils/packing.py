@@ -4,21 +4,73 @@ behind the other, with their borders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Samples in groups, by index."""
+
+    members: np.ndarray
+    """One group after the other, ascending in each."""
+    starts: np.ndarray
+    """Where each group begins, and the end of the last: one more than there are groups."""
+
+    @classmethod
+    def by_label(cls, labels: np.ndarray) -> Groups:
+        """Groups in the order of their labels.
+
+        Args:
+            labels: (samples,) the group of each, from 0 on; those that no sample has are left out.
+        """
+        counts = np.bincount(labels)
+        # numpy sorts numbers of 16 bits by counting.
+        narrow = labels.astype(np.uint16) if len(counts) < 2**16 else labels
+        return cls(np.argsort(narrow, kind="stable"), np.concatenate([[0], np.cumsum(counts[counts > 0])]))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """The first index of each group."""
+        return self.members[self.starts[:-1]]
+
+    def labels(self) -> np.ndarray:
+        """(samples,) the number of each one's group."""
+        labels = np.empty(len(self.members), dtype=np.int64)
+        labels[self.members] = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        return labels
+
+    def only(self, chosen: Sequence[int]) -> Groups:
+        """These groups, in this order."""
+        starts = self.starts.tolist()
+        parts = [self.members[starts[number] : starts[number + 1]] for number in chosen]
+        return Groups(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
+
+    def lists(self) -> list[list[int]]:
+        """The indices of each group."""
+        members, starts = self.members.tolist(), self.starts.tolist()
+        return [members[start:end] for start, end in itertools.pairwise(starts)]
+
+
 def best_fit(
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     capacity: int,
-    patches: Sequence[int] | None = None,
+    patches: Sequence[int] | np.ndarray | None = None,
     max_patches: int | None = None,
     first: int = 0,
-) -> list[list[int]]:
-    """Deal samples into as few packs as best fit finds: the largest first, each into the fullest pack that has room.
+) -> Groups:
+    """Deal samples into as few packs as best fit finds: the largest first, each into the fullest pack that has room;
+    of packs that are equally full, into the one that became so last.
 
     A function of its arguments alone. It takes some seconds for 10⁶ samples.
 
@@ -30,68 +82,175 @@ def best_fit(
         first: So many samples, from the beginning, are dealt before the others, which fill up their packs.
 
     Returns:
-        Indices of the samples of each pack, ascending; packs by their first index, so that the first pack holds the
-        first sample.
+        The packs by their first index, so that the first pack holds the first sample.
 
     Raises:
         ValueError: A sample exceeds a cap by itself.
     """
+    length = np.asarray(tokens, dtype=np.int64)
     if patches is None or max_patches is None:  # without a limit: nothing works for the encoder
-        work, limit = [0] * len(tokens), 1
+        work, limit = np.zeros_like(length), 1
     else:
-        work, limit = list(patches), max_patches
-    for index, (length, load) in enumerate(zip(tokens, work, strict=True)):
-        if length > capacity or load > limit:
-            raise ValueError(f"sample {index} does not fit a pack: {length} tokens, {load} patches")
-    packs = _Packs(capacity, limit)
+        work, limit = np.asarray(patches, dtype=np.int64), max_patches
+    misfits = np.flatnonzero((length > capacity) | (work > limit))
+    if len(misfits):
+        index = int(misfits[0])
+        raise ValueError(f"sample {index} does not fit a pack: {length[index]} tokens, {work[index]} patches")
+    if bool((work * capacity <= length * limit).all()):  # tokens are always used up before patches are
+        work = np.zeros_like(length)
     # The cap that a sample uses up most of says how hard it is to place.
-    hardest = sorted(range(len(tokens)), key=lambda i: (i >= first, -max(tokens[i] / capacity, work[i] / limit), i))
-    for index in hardest:
-        packs.add(index, tokens[index], work[index])
-    return sorted((sorted(pack) for pack in packs.members), key=lambda pack: pack[0])
+    share = np.maximum(length / capacity, work / limit)
+    hardest = np.argsort(-share, kind="stable")
+    if first:
+        hardest = np.concatenate([hardest[hardest < first], hardest[hardest >= first]])
+    packs = np.empty(len(length), dtype=np.int64)
+    packs[hardest] = _dealt(_Runs.of(length[hardest], work[hardest]), capacity, limit)
+    return Groups.by_label(_by_first_index(packs))
 
 
-class _Packs:
-    """Open packs by the tokens they have room for."""
+def _by_first_index(packs: np.ndarray) -> np.ndarray:
+    """The same packs, numbered in the order in which they first occur."""
+    indices = np.arange(len(packs))
+    firsts = np.zeros(packs.max(initial=-1) + 1, dtype=np.int64)
+    firsts[packs[::-1]] = indices[::-1]  # the last that is written stays, which is the first index
+    numbers = np.empty_like(firsts)
+    numbers[np.argsort(firsts)] = np.arange(len(firsts))
+    return numbers[packs]
 
-    def __init__(self, capacity: int, max_patches: int) -> None:
-        self.members: list[list[int]] = []
-        self._capacity, self._max_patches = capacity, max_patches
-        self._spare_patches: list[int] = []
-        self._with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-        self._rooms = 0
-        """Bit r is set where some pack has room for r tokens: the tightest fit is the lowest bit that is high
-        enough."""
 
-    def add(self, index: int, tokens: int, patches: int) -> None:
-        """Put a sample into the fullest pack that takes it, or into a new one."""
-        found = next(self._fitting(tokens, patches), None)
-        if found is None:
-            pack, room = len(self.members), self._capacity
-            self.members.append([])
-            self._spare_patches.append(self._max_patches)
-        else:
-            room, place = found
-            pack = self._with_room[room].pop(place)
-            if not self._with_room[room]:
-                self._rooms ^= 1 << room
-        self.members[pack].append(index)
-        self._spare_patches[pack] -= patches
-        left = room - tokens
-        self._with_room[left].append(pack)
-        self._rooms |= 1 << left
+class _Runs(NamedTuple):
+    """Samples in the order in which they are dealt, those of equal size at once."""
 
-    def _fitting(self, tokens: int, patches: int) -> Iterator[tuple[int, int]]:
-        """(room, place among the packs with this room), the fullest first."""
-        rooms = self._rooms >> tokens << tokens
-        while rooms:
-            lowest = rooms & -rooms
-            room = lowest.bit_length() - 1
-            packs = self._with_room[room]
-            for place in range(len(packs) - 1, -1, -1):
-                if self._spare_patches[packs[place]] >= patches:
-                    yield room, place
-            rooms ^= lowest
+    tokens: list[int]
+    """Of each sample of a run."""
+    patches: list[int]
+    counts: list[int]
+    least_tokens: list[int]
+    """The fewest that a sample behind a run has: a pack with less room is done."""
+    least_patches: list[int]
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, patches: np.ndarray) -> _Runs:
+        begins = np.ones(len(tokens), dtype=bool)
+        begins[1:] = (tokens[1:] != tokens[:-1]) | (patches[1:] != patches[:-1])
+        starts = np.flatnonzero(begins)
+        of_runs, of_patches, counts = tokens[starts], patches[starts], np.diff(starts, append=len(tokens))
+        least = [_least_behind(each).tolist() for each in (of_runs, of_patches)]
+        return cls(of_runs.tolist(), of_patches.tolist(), counts.tolist(), *least)
+
+
+def _least_behind(numbers: np.ndarray) -> np.ndarray:
+    """The least of those behind each; behind the last one more than any has."""
+    beyond = np.append(numbers[1:], numbers.max(initial=0) + 1)[: len(numbers)]
+    return np.minimum.accumulate(beyond[::-1])[::-1]
+
+
+def _dealt(runs: _Runs, capacity: int, max_patches: int) -> np.ndarray:
+    """(samples,) the pack of each, in the order of the runs.
+
+    A pack that took a sample is the fullest afterwards, so it takes as many of the same size as it has room for.
+    """
+    packs = _OpenPacks(sum(runs.counts))
+    made, into, times = 0, [], []
+    for tokens, patches, count, least_tokens, least_patches in zip(*runs, strict=True):
+        while count:
+            found = packs.take(tokens, patches)
+            if found is None:
+                found = (made, capacity, max_patches)
+                made += 1
+            pack, room, spare = found
+            fit = count
+            if fit * tokens > room:
+                fit = room // tokens
+            if fit * patches > spare:
+                fit = spare // patches
+            count, room, spare = count - fit, room - fit * tokens, spare - fit * patches
+            into.append(pack)
+            times.append(fit)
+            if room >= least_tokens and spare >= least_patches:
+                packs.put(pack, room, spare)
+    return np.repeat(np.array(into, dtype=np.int64), times)
+
+
+class _BlockOfPacks:
+    """Some packs in the order of their keys."""
+
+    __slots__ = ("keys", "most_spare", "packs", "spares")
+
+    def __init__(self, keys: list[int], packs: list[int], spares: list[int]) -> None:
+        self.keys, self.packs, self.spares = keys, packs, spares
+        self.most_spare = max(spares, default=-1)
+
+    def half(self) -> _BlockOfPacks:
+        """Give away the second half."""
+        at = len(self.keys) // 2
+        other = _BlockOfPacks(self.keys[at:], self.packs[at:], self.spares[at:])
+        del self.keys[at:], self.packs[at:], self.spares[at:]
+        self.most_spare = max(self.spares)
+        return other
+
+
+class _OpenPacks:
+    """Packs that may take more, by the tokens they have room for, and of equal room the latest first.
+
+    They stand in blocks of about √n. A block knows the most patches that one of its packs has room for, so that blocks
+    without a fit are passed over: taking and putting take about √n, whichever cap binds.
+
+    Args:
+        samples: How many are dealt at most.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._longest_block = max(32, math.isqrt(samples))
+        self._span, self._puts = samples + 1, 0
+        self._blocks = [_BlockOfPacks([], [], [])]
+        self._borders = [0]
+        """No key of a block is below its border. A key is room · span, less the number of the put; so the packs of one
+        room follow each other, the latest first."""
+
+    def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
+        """Take out the fullest pack that has room: its number, and its tokens and patches that are free. None: there
+        is none."""
+        least = tokens * self._span  # of the keys of such packs
+        first = bisect_right(self._borders, least) - 1
+        block = self._blocks[first]
+        if block.most_spare >= patches:
+            spares = block.spares
+            for place in range(bisect_left(block.keys, least), len(spares)):
+                if spares[place] >= patches:
+                    return self._taken(first, place)
+        for number in range(first + 1, len(self._blocks)):
+            block = self._blocks[number]
+            if block.most_spare >= patches:
+                place = next(place for place, spare in enumerate(block.spares) if spare >= patches)
+                return self._taken(number, place)
+        return None
+
+    def put(self, pack: int, room: int, spare: int) -> None:
+        """Put in a pack with its free tokens and patches."""
+        self._puts += 1
+        key = (room + 1) * self._span - self._puts
+        number = bisect_right(self._borders, key) - 1
+        block = self._blocks[number]
+        place = bisect_left(block.keys, key)
+        block.keys.insert(place, key)
+        block.packs.insert(place, pack)
+        block.spares.insert(place, spare)
+        if spare > block.most_spare:
+            block.most_spare = spare
+        if len(block.keys) > self._longest_block:
+            other = block.half()
+            self._blocks.insert(number + 1, other)
+            self._borders.insert(number + 1, other.keys[0])
+
+    def _taken(self, number: int, place: int) -> tuple[int, int, int]:
+        block = self._blocks[number]
+        key, pack, spare = block.keys.pop(place), block.packs.pop(place), block.spares.pop(place)
+        if number and not block.keys:
+            del self._blocks[number], self._borders[number]
+        elif spare == block.most_spare:
+            block.most_spare = max(block.spares, default=-1)
+        return pack, key // self._span, spare
 
 
 def packed_row(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -177,7 +177,7 @@ class BucketOrder(Order):
             sizes, self._geometry, deal, seed=self._seed, shuffle=self._shuffle, drop_last=self._drop_last
         )
 
-    def one_pass(self) -> Iterator[Planned]:
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
         """Every sample once, size by size in the order of the rows; steps are filled up with blank rows."""
         layout = self._arrange(np.arange(len(self._bucket_of)), None, drop_last=False)
         for number, end in enumerate(layout.step_starts[1:].tolist()):
@@ -380,7 +380,7 @@ class MixedBucketOrder(BucketOrder):
         planned = super().step(position)
         return planned._replace(step=[self._drawn(batch) for batch in planned.step])
 
-    def one_pass(self) -> Iterator[Planned]:
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
         """Every sample once, whatever the shares are."""
         return self._all.one_pass()
 

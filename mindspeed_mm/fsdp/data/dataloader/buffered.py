@@ -8,15 +8,18 @@ also with another number of ranks, goes on with the very next sample: nothing is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
 from functools import cached_property
-from itertools import compress
+from itertools import pairwise, starmap
 from typing import Literal
 
+import numpy as np
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.dataloader.order import (
     DataPosition,
     Deal,
@@ -27,9 +30,10 @@ from mindspeed_mm.fsdp.data.dataloader.order import (
     rows_as_they_stand,
     too_few,
 )
-from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, divided, nearest_in_cost
-from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, StepPlan, divided, plan_step
+from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, Picks
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
+from mindspeed_mm.fsdp.data.dataloader.step_planner import StepPlanner
 
 SHARE_ROWS = 32
 """Rows that a rank measures at a time."""
@@ -62,6 +66,7 @@ class BufferedOrder(Order):
         self, sampler: EpochSampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool
     ) -> None:
         self._sampler, self._drop_last = sampler, drop_last
+        self._at_end: _AtEnd = "drop" if drop_last else "run on"
         self.sizes: SizeBook = sizes
         self.shape: BatchShape = shape
         self._count, self._window = deal.micro_batches, SHARE_ROWS * deal.dp_size
@@ -105,20 +110,45 @@ class BufferedOrder(Order):
         Raises:
             DataError: No step can be made of a whole epoch.
         """
-        buffer = self._filled(self._sampler, position, "drop" if self._drop_last else "run on")
-        planned = self._planned(buffer)
-        self.sizes.expect([pick.row for pick in self._sampler.draw(buffer.epoch, buffer.index, 2 * self._window)])
-        return planned
+        buffer = self._filled(self._sampler, position, self._at_end)
+        return _planned(buffer, plan_step(self.shape, buffer.sizes, buffer.overdue, self._count))
 
-    def one_pass(self) -> Iterator[Planned]:
+    @override
+    def steps(self, position: DataPosition, *, ahead: bool = False) -> Generator[Planned, None, None]:
+        """As `Order.steps`. Ahead, what they need is measured by a process of its own, and each is planned while the
+        one before it is trained on."""
+        yield from self._steps(self._sampler, position, self._at_end, ahead=ahead)
+
+    @override
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
         """Every sample once, in the order of the rows. At the end micro-batches are divided until every rank has some,
         at worst blank ones."""
-        in_order, position = rows_as_they_stand(self._sampler), DataPosition(0, 0)
-        while (buffer := self._filled(in_order, position, "stop")).load >= self._least("stop"):
-            planned = self._planned(buffer)
-            yield planned
-            position = planned.after
-        yield from self._last(buffer)
+        rest = yield from self._steps(rows_as_they_stand(self._sampler), DataPosition(0, 0), "stop", ahead=ahead)
+        yield from self._last(rest)
+
+    def _steps(
+        self, sampler: EpochSampler, position: DataPosition, at_end: _AtEnd, *, ahead: bool
+    ) -> Generator[Planned, None, _Buffer]:
+        """Steps, as long as a buffer fills one; the buffer that does not."""
+        with self.sizes.ahead() if ahead else nullcontext(), closing(self._planner(ahead)) as planner:
+            made: Planned | None = None
+            buffer = self._filled(sampler, position, at_end)
+            while buffer.load >= self._least(at_end):
+                planner.begin(buffer.sizes, buffer.overdue)
+                if made is not None:
+                    yield made  # and the next one is under way
+                planned = _planned(buffer, planner.wait())
+                if ahead:
+                    made = planned
+                else:
+                    yield planned
+                buffer = self._filled(sampler, planned.after, at_end)
+            if made is not None:
+                yield made
+        return buffer
+
+    def _planner(self, beside: bool) -> StepPlanner:
+        return StepPlanner(self.shape, self._count, beside=beside, timeout_s=self.sizes.timeout_s)
 
     @cached_property
     def _steps_of_an_epoch(self) -> float:
@@ -139,14 +169,9 @@ class BufferedOrder(Order):
 
     def _load_of(self, planned: Planned) -> float:
         """Micro-batches that the samples of a step fill at least."""
-        samples = tokens = patches = 0
-        for batch in planned.step:
-            for size in self.sizes.of([pick.row for pick in batch.picks]):
-                if not isinstance(size, DataError):
-                    samples += 1
-                    tokens += self.shape.padded(size.tokens)
-                    patches += size.patches
-        return self.shape.load(samples, tokens, patches)
+        sizes = self.sizes.table(np.concatenate([Picks.of(batch.picks).rows for batch in planned.step]))
+        tokens, patches = sizes[sizes[:, 0] >= 0].T
+        return self.shape.load(len(tokens), int(self.shape.padded(tokens).sum()), int(patches.sum()))
 
     # --- the buffer --------------------------------------------------------------------------------------------------
 
@@ -156,17 +181,17 @@ class BufferedOrder(Order):
 
     def _filled(self, sampler: EpochSampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
         """What is pending, and as many more samples as a good choice takes; towards the end of an epoch fewer."""
-        buffer, enough = _Buffer(self.shape, position), self.shape.lookahead(self._count)
-        known = list(position.pending)
+        buffer, enough = _Buffer(self.shape, self.sizes, position), self.shape.lookahead(self._count)
+        known = Picks.of(position.pending)
         if sampler.size is not None:  # there may be fewer rows than when the position was saved
-            known = [pick for pick in known if pick.row < sampler.size]
-        buffer.add(known, self._usable(known))
+            known = known[known.rows < sampler.size]
+        buffer.add(known)
         buffer.carried, buffer.overdue = list(position.carried), min(position.overdue, len(buffer.picks))
         began = buffer.index
         while buffer.load < enough:
             drawn = sampler.draw(buffer.epoch, buffer.index, self._window)
             if drawn:
-                buffer.index += buffer.add(drawn, self._usable(drawn), enough)
+                buffer.index += buffer.add(drawn, enough)
                 continue
             if at_end == "stop" or buffer.load >= self._least(at_end):
                 break
@@ -174,68 +199,30 @@ class BufferedOrder(Order):
                 raise self._too_little(buffer)
             buffer.overdue = len(buffer.picks)  # they leave before the rows of the next epoch do
             if at_end == "drop":
-                buffer.carried = [pick.row for pick in buffer.picks]
+                buffer.carried = buffer.picks.rows.tolist()
             buffer.epoch, buffer.index, began = buffer.epoch + 1, 0, 0
+        if self.sizes.measures_ahead:
+            self.sizes.expect(sampler.draw(buffer.epoch, buffer.index, 2 * self._window).rows)
         return buffer
-
-    def _usable(self, picks: Sequence[Pick]) -> list[SampleSize | DataError]:
-        """Sizes, or why a sample cannot be used: it alone may exceed a micro-batch."""
-        found = self.sizes.of([pick.row for pick in picks])
-        for i, size in enumerate(found):
-            if isinstance(size, SampleSize) and not self.shape.fits(size):
-                found[i] = self._too_large(size)
-        return found
-
-    def _cost(self, buffer: _Buffer, batch: Sequence[int]) -> float:
-        return self.shape.cost([buffer.sizes[i] for i in batch])
-
-    def _planned(self, buffer: _Buffer) -> Planned:
-        """The step that the buffer gives: those of its micro-batches that cost about the same, and what waits."""
-        made = self.shape.micro_batches(buffer.sizes, buffer.overdue)
-        costs = [self._cost(buffer, batch) for batch in made]
-        # The oldest sample leaves the buffer with every step, and so do those that an epoch before left over. Indices
-        # of a micro-batch are in order of age, so its first one says how old it is.
-        due = max(1, buffer.overdue)
-        wanted = [number for number, batch in enumerate(made) if batch[0] < due]
-        wanted.sort(key=lambda number: made[number][0])
-        chosen = nearest_in_cost(costs, wanted[: self._count], self._count)
-        step: list[MicroBatch] = []
-        waits = [True] * len(buffer.picks)
-        for number in chosen:
-            step.append(MicroBatch(buffer.picks_at(made[number]), cost=costs[number]))
-            for i in made[number]:
-                waits[i] = False
-        waiting = tuple(compress(buffer.picks, waits))
-        overdue = sum(waits[: buffer.overdue])
-        after = DataPosition(buffer.epoch, buffer.index, waiting, tuple(buffer.carried), overdue)
-        return Planned(step, after, tuple(buffer.left_out))
 
     def _last(self, buffer: _Buffer) -> Iterator[Planned]:
         """The rest of a pass, in steps of which every rank has a part."""
         if not buffer.picks:
             raise self._too_little(buffer)
         made = self.shape.micro_batches(buffer.sizes)
-        made.sort(key=lambda batch: -self._cost(buffer, batch))
+        costs, parts_of_all = self.shape.costs(buffer.sizes, made), made.lists()
+        by_cost = [parts_of_all[number] for number in np.argsort(-costs, kind="stable")]
         left_out = tuple(buffer.left_out)
         for start in range(0, len(made), self._count):
-            parts = divided(made[start : start + self._count], self._count)
+            parts = divided(by_cost[start : start + self._count], self._count)
             step: list[MicroBatch] = []
             for part in parts:
                 if part:
-                    step.append(MicroBatch(buffer.picks_at(part)))
+                    step.append(MicroBatch(buffer.picks[np.array(part)]))
                 else:  # a rank for which nothing is left gets the oldest sample as a blank row
-                    step.append(MicroBatch(buffer.picks_at([0]), blank_rows=1))
+                    step.append(MicroBatch(buffer.picks[:1], blank_rows=1))
             yield Planned(step, DataPosition(1, 0), left_out)
             left_out = ()
-
-    def _too_large(self, size: SampleSize) -> TooLongError:
-        most_patches = "any number" if self.shape.patches is None else str(self.shape.patches)
-        return TooLongError(
-            f"the sample has {size.tokens} tokens and {size.patches} patches, and a micro-batch may hold "
-            f"{self.shape.tokens} and {most_patches}",
-            key="data.dataloader_param.max_tokens_per_batch",
-            way_out="Raise it, or max_patches_per_batch; or make the samples smaller.",
-        )
 
     def _too_little(self, buffer: _Buffer) -> DataError:
         if buffer.left_out:
@@ -252,16 +239,17 @@ _AtEnd = Literal["drop", "run on", "stop"]
 class _Buffer:
     """Samples that are drawn and not taken yet, the oldest first."""
 
-    def __init__(self, shape: BatchShape, position: DataPosition) -> None:
+    def __init__(self, shape: BatchShape, book: SizeBook, position: DataPosition) -> None:
         self.epoch, self.index = position.epoch, position.index
         self.left_out: list[tuple[Pick, DataError]] = []
         self.carried: list[int] = []
         """Rows to be passed over once: what the epoch before left over is here already."""
         self.overdue = 0
         """How many of them, the oldest, an epoch before left over."""
-        self._shape = shape
-        self.picks: list[Pick] = []
-        self.sizes: list[SampleSize] = []
+        self._shape, self._book = shape, book
+        self.picks = Picks.of(())
+        self.sizes = np.empty((0, 2), dtype=np.int64)
+        """(samples, 2) tokens and patches."""
         self._tokens = self._patches = 0
 
     @property
@@ -269,23 +257,83 @@ class _Buffer:
         """Micro-batches that it fills at least."""
         return self._shape.load(len(self.picks), self._tokens, self._patches)
 
-    def picks_at(self, places: Sequence[int]) -> tuple[Pick, ...]:
-        """The samples at these places."""
-        return tuple(self.picks[i] for i in places)
+    def add(self, picks: Picks, enough: float = math.inf) -> int:
+        """Take in samples until there is enough; how many were looked at.
 
-    def add(self, picks: Sequence[Pick], sizes: Sequence[SampleSize | DataError], enough: float = math.inf) -> int:
-        """Take in samples until there is enough; how many were looked at."""
-        for looked_at, (pick, size) in enumerate(zip(picks, sizes, strict=True), 1):
-            if pick.row in self.carried:
-                self.carried.remove(pick.row)
-                continue
-            if isinstance(size, DataError):
-                self.left_out.append((pick, size))
-                continue
-            self.picks.append(pick)
-            self.sizes.append(size)
-            self._tokens += self._shape.padded(size.tokens)
-            self._patches += size.patches
-            if self.load >= enough:
-                return looked_at
-        return len(picks)
+        Raises:
+            DataError: The process that measures died or hangs.
+        """
+        sizes = self._book.table(picks.rows)
+        passed_over = self._passed_over(picks.rows)
+        is_usable = (sizes[:, 0] >= 0) & self._shape.fitting(sizes)
+        taken, looked_at = np.flatnonzero(is_usable & ~passed_over), len(picks)
+        if enough < math.inf:
+            samples = len(self.picks) + 1 + np.arange(len(taken))
+            tokens = self._tokens + np.cumsum(self._shape.padded(sizes[taken, 0]))
+            patches = self._patches + np.cumsum(sizes[taken, 1])
+            last = int(np.searchsorted(self._shape.loads(samples, tokens, patches), enough))
+            if last < len(taken):  # the one with which there is enough
+                taken, looked_at = taken[: last + 1], int(taken[last]) + 1
+        # Mostly all of them are taken, which needs no copy.
+        places = taken if len(taken) < looked_at else slice(looked_at)
+        self._put(picks[places], sizes[places])
+        for place in np.flatnonzero(~is_usable[:looked_at] & ~passed_over[:looked_at]).tolist():
+            self.left_out.append((picks[place], self._fault(picks[place].row, sizes[place])))
+        self._strike_out(picks.rows[:looked_at][passed_over[:looked_at]])
+        return looked_at
+
+    def _put(self, picks: Picks, sizes: np.ndarray) -> None:
+        self.picks = self.picks + picks if self.picks else picks
+        self.sizes = np.concatenate([self.sizes, sizes]) if len(self.sizes) else sizes
+        self._tokens += int(self._shape.padded(sizes[:, 0]).sum())
+        self._patches += int(sizes[:, 1].sum())
+
+    def _passed_over(self, rows: np.ndarray) -> np.ndarray:
+        """(rows,) whether each is here already: a row as often as it was carried over."""
+        passed_over = np.zeros(len(rows), dtype=bool)
+        if not self.carried:
+            return passed_over
+        left = Counter(self.carried)
+        for place in np.flatnonzero(np.isin(rows, self.carried)).tolist():
+            row = int(rows[place])
+            if left[row]:
+                left[row] -= 1
+                passed_over[place] = True
+        return passed_over
+
+    def _strike_out(self, rows: np.ndarray) -> None:
+        """Their turn was passed over."""
+        if not len(rows):
+            return
+        struck, kept = Counter(rows.tolist()), []
+        for row in self.carried:
+            if struck[row]:
+                struck[row] -= 1
+            else:
+                kept.append(row)
+        self.carried = kept
+
+    def _fault(self, row: int, size: np.ndarray) -> DataError:
+        """Why a sample cannot be used: it alone may exceed a micro-batch."""
+        tokens, patches = size.tolist()
+        if tokens < 0:
+            return self._book.error(row)
+        most_patches = "any number" if self._shape.patches is None else str(self._shape.patches)
+        return TooLongError(
+            f"the sample has {tokens} tokens and {patches} patches, and a micro-batch may hold "
+            f"{self._shape.tokens} and {most_patches}",
+            key="data.dataloader_param.max_tokens_per_batch",
+            way_out="Raise it, or max_patches_per_batch; or make the samples smaller.",
+        )
+
+
+def _planned(buffer: _Buffer, plan: StepPlan) -> Planned:
+    """The step of a buffer, and what waits."""
+    taken, parts = buffer.picks[plan.batches.members], list(starmap(slice, pairwise(plan.batches.starts.tolist())))
+    picks = map(Picks, map(taken.epochs.__getitem__, parts), map(taken.rows.__getitem__, parts))
+    step = [MicroBatch(each, 0, cost) for each, cost in zip(picks, plan.costs.tolist(), strict=True)]
+    waits = np.ones(len(buffer.picks), dtype=bool)
+    waits[plan.batches.members] = False
+    overdue = int(waits[: buffer.overdue].sum())
+    after = DataPosition(buffer.epoch, buffer.index, buffer.picks[waits], tuple(buffer.carried), overdue)
+    return Planned(step, after, tuple(buffer.left_out))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.byte_pixels import tables_of, with_stand_ins
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery, Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step
 from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
 from mindspeed_mm.fsdp.data.dataloader.preload import preloaded
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
@@ -165,7 +165,7 @@ class MMDataLoader:
         Raises:
             DataError: A sample is bad and the policy is to stop, too many were skipped, or a worker died or hung.
         """
-        for planned, step in self._run(steps_from(self.order, self.position)):
+        for planned, step in self._run(self.order.steps(self.position, ahead=self._has_workers)):
             self.position = planned.after
             costs = [batch.cost for batch in planned.step]
             if any(costs):
@@ -180,16 +180,22 @@ class MMDataLoader:
         A rank that has no sample in the last step gets a blank row, so that all have equally many micro-batches. What
         cannot be used is left out and nothing stands in for it, so every sample counts once.
         """
-        for _, step in self._run(self.order.one_pass(), replaces=False):
+        for _, step in self._run(self.order.one_pass(ahead=self._has_workers), replaces=False):
             yield step
 
     # --- batches from workers ----------------------------------------------------------------------------------------
 
-    def _run(self, steps: Iterator[Planned], *, replaces: bool = True) -> Iterator[tuple[Planned, list[Batch]]]:
+    @property
+    def _has_workers(self) -> bool:
+        """Otherwise everything is done in this process."""
+        return self._workers.num_workers > 0
+
+    def _run(
+        self, steps: Generator[Planned, None, None], *, replaces: bool = True
+    ) -> Iterator[tuple[Planned, list[Batch]]]:
         """Steps with this rank's batches. What a step met on its way is told when its turn comes, not when it is
         planned, which is earlier the more workers there are."""
-        sizes = self.order.sizes
-        with sizes.ahead() if sizes is not None and self._workers.num_workers else nullcontext():
+        with closing(steps):
             plans = _Plans(steps, self._steps_ahead)
             # Closed here: an error keeps what it went through alive, workers too, until somebody collects it.
             with closing(self._whole_steps(plans, replaces)) as whole:
@@ -213,13 +219,12 @@ class MMDataLoader:
                 plans.plan()
 
     def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
-        requests = (BatchRequest(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
-        travels = self._workers.pixels_as_bytes and self._workers.num_workers > 0
-        tables = tables_of(self.dataset.processor) if travels else {}
+        requests = (BatchRequest(number, tuple(each.picks), each.blank_rows) for number, each in enumerate(mine))
+        tables = tables_of(self.dataset.processor) if self._workers.pixels_as_bytes and self._has_workers else {}
         maker = BatchMaker(
             self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces, tables=tables
         )
-        if self._workers.num_workers == 0:
+        if not self._has_workers:
             yield from (self._accept(maker[request], None) for request in requests)
             return
         pool = WorkerPool(maker, self._seed, self._workers)

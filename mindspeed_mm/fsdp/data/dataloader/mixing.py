@@ -7,7 +7,6 @@ order that is drawn anew; so a position (samples drawn so far) tells how far eac
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -18,7 +17,7 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, find_part
 from mindspeed_mm.fsdp.data.dataloader.order import Step
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
+from mindspeed_mm.fsdp.data.dataloader.sampler import Picks, permutation
 
 CYCLE = 10_000
 """Samples of a cycle: shares are kept to a hundredth of a percent."""
@@ -44,20 +43,31 @@ class MixedSampler:
         self._cycle_of = lru_cache(maxsize=4)(self._cycle)
         self._rows_of = lru_cache(maxsize=2 * len(parts))(self._rows)
 
-    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+    def draw(self, epoch: int, index: int, count: int) -> Picks:
         """So many samples from `index` on, fewer where the epoch ends. Each bears the epoch of its own part."""
         assert self.size is not None
         first = epoch * self.size + index
-        return [self._pick(number) for number in range(first, first + min(count, self.size - index))]
+        end = first + max(0, min(count, self.size - index))
+        drawn = [Picks.of(())]
+        while first < end:
+            cycle, place = divmod(first, CYCLE)
+            last = min(end, first - place + CYCLE)
+            drawn.append(self._of_cycle(cycle, place, place + last - first))
+            first = last
+        return Picks(np.concatenate([p.epochs for p in drawn]), np.concatenate([p.rows for p in drawn]))
 
-    def _pick(self, number: int) -> Pick:
-        """The n-th sample ever drawn."""
-        cycle, place = divmod(number, CYCLE)
-        parts, before = self._cycle_of(cycle)
-        which = int(parts[place])
-        part = self._parts[which]
-        epoch, index = divmod(cycle * self.counts[which] + int(before[place]), part.end - part.first)
-        return Pick(epoch, part.first + int(self._rows_of(which, epoch)[index]))
+    def _of_cycle(self, cycle: int, first: int, end: int) -> Picks:
+        """The samples at some places of a cycle."""
+        parts, before = (each[first:end] for each in self._cycle_of(cycle))
+        epochs, rows = np.empty(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
+        for which, part in enumerate(self._parts):
+            own = np.flatnonzero(parts == which)
+            own_epochs, at = np.divmod(cycle * self.counts[which] + before[own], part.end - part.first)
+            epochs[own] = own_epochs
+            for epoch in np.unique(own_epochs).tolist():  # which ascend
+                start, stop = np.searchsorted(own_epochs, [epoch, epoch + 1])
+                rows[own[start:stop]] = part.first + self._rows_of(which, epoch)[at[start:stop]]
+        return Picks(epochs, rows)
 
     def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
         """The part of each sample of a cycle, and how many samples of that part the cycle has before it."""
@@ -135,16 +145,16 @@ class MixShares:
     def __init__(self, parts: Sequence[Part], tokens: Sequence[float] | None = None) -> None:
         self._parts, self._worth = parts, tokens or [1.0] * len(parts)
         self._ends = [part.end for part in parts]
-        self._counts = [0] * len(parts)
+        self._counts = np.zeros(len(parts), dtype=np.int64)
 
     def count(self, step: Step) -> None:
         """Count the samples of a step, over all ranks."""
-        for batch in step:
-            for pick in batch.picks[: len(batch.picks) - batch.blank_rows]:
-                self._counts[bisect_right(self._ends, pick.row)] += 1
+        rows = [Picks.of(batch.picks).rows[: len(batch.picks) - batch.blank_rows] for batch in step]
+        parts = np.searchsorted(self._ends, np.concatenate(rows), side="right")
+        self._counts += np.bincount(parts, minlength=len(self._parts))
 
     def achieved(self) -> dict[str, float]:
         """Share of each data set so far, by samples or by tokens as the weights are."""
-        weighed = list(map(operator.mul, self._counts, self._worth))
+        weighed = list(map(operator.mul, self._counts.tolist(), self._worth))
         total = sum(weighed) or 1.0
         return {part.name: share / total for part, share in zip(self._parts, weighed, strict=True)}

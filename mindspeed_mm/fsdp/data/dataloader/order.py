@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -43,7 +43,7 @@ class DataPosition:
     epoch: int
     index: int
     """Samples of this epoch's order that are drawn, over all ranks."""
-    pending: tuple[Pick, ...] = ()
+    pending: Sequence[Pick] = ()
     """Samples drawn that wait for a step to fit into, the oldest first."""
     carried: tuple[int, ...] = ()
     """Rows that the epoch before left over: they go first in this epoch, and their own turn in it is still to be passed
@@ -82,7 +82,7 @@ class DataPosition:
 class MicroBatch(NamedTuple):
     """Samples that are computed at once."""
 
-    picks: tuple[Pick, ...]
+    picks: Sequence[Pick]
     blank_rows: int = 0
     """As many as there are samples where there was none for a rank: they only fill up, and count for nothing."""
     cost: float = 0.0
@@ -130,13 +130,29 @@ class Order(ABC):
     def step(self, position: DataPosition) -> Planned:
         """The step at a position."""
 
+    def steps(self, position: DataPosition, *, ahead: bool = False) -> Generator[Planned, None, None]:
+        """Every step from a position on, without end.
+
+        Args:
+            position: Of the first.
+            ahead: Processes beside this one may work ahead, until the generator is closed.
+        """
+        while True:
+            planned = self.step(position)
+            yield planned
+            position = planned.after
+
     @abstractmethod
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done."""
 
     @abstractmethod
-    def one_pass(self) -> Iterator[Planned]:
-        """Every sample once, in the order of the rows; a rank that gets none in the last step gets a blank row."""
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
+        """Every sample once, in the order of the rows; a rank that gets none in the last step gets a blank row.
+
+        Args:
+            ahead: As for `steps`.
+        """
 
     def go_on(
         self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
@@ -233,23 +249,24 @@ class GlobalOrder(Order):
         picks = self._sampler.draw(epoch, index, whole)
         index += len(picks)
         if self._drop_last and len(picks) < whole:
-            picks = []
+            picks = picks[:0]
         while len(picks) < whole:
             drawn = self._sampler.draw(epoch + 1, 0, whole - len(picks))
             epoch, index, picks = epoch + 1, len(drawn), picks + drawn
         return Planned(self._cut(picks), DataPosition(epoch, index))
 
-    def one_pass(self) -> Iterator[Planned]:
+    @override
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
         """Every sample once, in the order of the rows. Ranks for which the last step has no sample get a blank row."""
         in_order, index = rows_as_they_stand(self._sampler), 0
         while picks := in_order.draw(0, index, self._global_batch):
             index += len(picks)
             yield Planned(self._cut(picks), DataPosition(0, index))
 
-    def _cut(self, picks: list[Pick]) -> Step:
+    def _cut(self, picks: Sequence[Pick]) -> Step:
         cut = []
         for start in range(0, self._global_batch, self._micro_batch_size):
-            part = tuple(picks[start : start + self._micro_batch_size])
+            part = picks[start : start + self._micro_batch_size]
             cut.append(MicroBatch(part) if part else MicroBatch((picks[-1],), blank_rows=1))
         return cut
 
@@ -279,11 +296,3 @@ def no_epochs() -> ConfigError:
         key="training.train_iters",
         way_out="Set it to a number of steps.",
     )
-
-
-def steps_from(order: Order, position: DataPosition) -> Iterator[Planned]:
-    """Every step from a position on, without end."""
-    while True:
-        planned = order.step(position)
-        yield planned
-        position = planned.after

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class PairedOrder(BucketOrder):
         planned = super().step(position)
         return planned._replace(step=[self._both(batch) for batch in planned.step])
 
-    def one_pass(self) -> Iterator[Planned]:
+    def one_pass(self, *, ahead: bool = False) -> Generator[Planned, None, None]:
         """Every sample once, in no pairs."""
         return self._all.one_pass()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
+from mindspeed_mm.fsdp.data.data_utils.packing import Groups, best_fit
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 
 ATTENTION_TOKENS = 2**14
@@ -24,6 +24,7 @@ PATCH_TOKENS = 0.1
 
 
 Indices = TypeVar("Indices", list[int], np.ndarray)
+Number = TypeVar("Number", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -49,123 +50,170 @@ class BatchShape:
         `benchmarks/batches.py`). Fixed numbers of rows differ in cost far more than filled budgets do."""
         return 3 * count + (256 if self.kind == "rows" else 16)
 
-    def padded(self, tokens: int) -> int:
+    def padded(self, tokens: Number) -> Number:
         """Tokens of a row of its own."""
         if self.kind == "packed":
             return tokens
         return -(-tokens // self.multiple) * self.multiple  # rounded up
 
-    def fits(self, size: SampleSize) -> bool:
-        """Whether a sample fits a micro-batch of its own."""
-        if self.patches is not None and size.patches > self.patches:
-            return False
-        return self.kind == "rows" or self.padded(size.tokens) <= self.tokens
-
-    def load(self, samples: int, tokens: int, patches: int) -> float:
-        """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
-        full = samples / self.rows if self.kind == "rows" else tokens / self.tokens
-        if self.patches is not None:
-            full = max(full, patches / self.patches)
-        return full
-
-    def cost(self, sizes: Sequence[SampleSize]) -> float:
-        """What a micro-batch takes, in tokens of an endless number of short samples."""
-        encoder = PATCH_TOKENS * sum(size.patches for size in sizes)
-        tokens = [size.tokens for size in sizes]
-        if self.kind == "packed":
-            return encoder + sum(_cost_of_rows(1, each) for each in tokens)
-        return encoder + _cost_of_rows(len(sizes), self.padded(max(tokens)))
-
-    def micro_batches(self, sizes: Sequence[SampleSize], overdue: int = 0) -> list[list[int]]:
-        """Divide samples, the oldest first, into micro-batches: indices of each, in order of age.
+    def fitting(self, sizes: np.ndarray) -> np.ndarray:
+        """(samples,) whether each fits a micro-batch of its own.
 
         Args:
-            sizes: Of each sample.
+            sizes: (samples, 2) tokens and patches.
+        """
+        fits = np.ones(len(sizes), dtype=bool) if self.kind == "rows" else self.padded(sizes[:, 0]) <= self.tokens
+        return fits if self.patches is None else fits & (sizes[:, 1] <= self.patches)
+
+    def fits(self, size: SampleSize) -> bool:
+        """Whether a sample fits a micro-batch of its own."""
+        return bool(self.fitting(_table([size]))[0])
+
+    def loads(self, samples: np.ndarray, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+        """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
+        full: np.ndarray = samples / self.rows if self.kind == "rows" else tokens / self.tokens
+        return full if self.patches is None else np.maximum(full, patches / self.patches)
+
+    def load(self, samples: int, tokens: int, patches: int) -> float:
+        """As `loads`, of one number of samples."""
+        return float(self.loads(*np.array([[samples], [tokens], [patches]]))[0])
+
+    def costs(self, sizes: np.ndarray, groups: Groups) -> np.ndarray:
+        """What each of the micro-batches takes, in tokens of an endless number of short samples. All sums but the last
+        are exact, so they depend on no order."""
+        starts, (tokens, patches) = groups.starts[:-1], sizes[groups.members].T
+        encoder = PATCH_TOKENS * np.add.reduceat(patches, starts)
+        if self.kind == "packed":
+            return encoder + np.add.reduceat(_cost_of_rows(1, tokens), starts)
+        return encoder + _cost_of_rows(np.diff(groups.starts), self.padded(np.maximum.reduceat(tokens, starts)))
+
+    def cost(self, sizes: Sequence[SampleSize]) -> float:
+        """What a micro-batch takes: see `costs`."""
+        return float(self.costs(_table(sizes), Groups.by_label(np.zeros(len(sizes), dtype=np.int64)))[0])
+
+    def micro_batches(self, sizes: np.ndarray, overdue: int = 0) -> Groups:
+        """Divide samples, the oldest first, into micro-batches.
+
+        Args:
+            sizes: (samples, 2) tokens and patches.
             overdue: So many, the oldest, share as few micro-batches as they can; the others fill these up.
         """
-        divide = self._packed if self.kind == "packed" else self._grouped
-        return list(map(sorted, divide(sizes, overdue)))
+        return self._packed(sizes, overdue) if self.kind == "packed" else self._grouped(sizes, overdue)
 
-    def _packed(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
+    def _packed(self, sizes: np.ndarray, overdue: int) -> Groups:
         """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""
-        tokens, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
+        tokens, patches = sizes.T
         made = best_fit(tokens, self.tokens, patches, self.patches, overdue)
-        fills = [self._fill(sizes, each) for each in made]
-        if len(made) == 1 or fills[0] > min(fills):
+        starts = made.starts[:-1]
+        of_packs = [np.add.reduceat(each[made.members], starts) for each in (tokens, patches)]
+        fills = self.loads(np.diff(made.starts), *of_packs)
+        if len(made) == 1 or fills[0] > fills.min():
             return made
         # The first pack holds the oldest sample, so it is used next, however empty. The longest go into it first: they
         # leave room elsewhere for what is drawn later.
-        first = made[0]
-        for i in sorted(set(range(len(sizes))) - set(first), key=lambda i: (-tokens[i], i)):
-            if self._fill(sizes, [*first, i]) <= 1:
-                first.append(i)
-        packs, moved = [first], set(first)
-        for pack in made[1:]:
-            left = [i for i in pack if i not in moved]
-            if left:
-                packs.append(left)
-        return packs
+        labels, room, spare = made.labels(), self.tokens - of_packs[0][0], (self.patches or 0) - of_packs[1][0]
+        others = np.flatnonzero(labels > 0)
+        others = others[np.argsort(-tokens[others], kind="stable")]
+        while True:
+            fits = tokens[others] <= room
+            if self.patches is not None:
+                fits &= patches[others] <= spare
+            place = int(fits.argmax()) if len(fits) else 0
+            if not fits[place : place + 1].any():
+                return Groups.by_label(labels)
+            taken = others[place]
+            labels[taken], room, spare = 0, room - tokens[taken], spare - patches[taken]
+            others = others[place + 1 :]
 
-    def _fill(self, sizes: Sequence[SampleSize], pack: Sequence[int]) -> float:
-        """How full a pack is; above 1 it holds too much."""
-        tokens = patches = 0
-        for i in pack:
-            tokens += sizes[i].tokens
-            patches += sizes[i].patches
-        return self.load(len(pack), tokens, patches)
-
-    def _grouped(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
+    def _grouped(self, sizes: np.ndarray, overdue: int) -> Groups:
         """Neighbours by length. What does not fill a group remains at the end that the oldest is not at."""
-        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
+        order = np.argsort(-sizes[:, 0], kind="stable")
         if overdue:
             # The longest of them come first and the shortest of the others follow their shortest: neighbours in length.
-            oldest: list[int] = []
-            others: list[int] = []
-            for i in order:
-                (oldest if i < overdue else others).append(i)
-            return self._cut(sizes, oldest + others[::-1])
+            return self._cut(sizes, np.concatenate([order[order < overdue], order[order >= overdue][::-1]]))
         groups = self._cut(sizes, order)
         # Cut from the longest on, the last group is the one that is not full; from the shortest on, the other end is.
-        if len(groups) > 1 and 0 in groups[-1]:
+        if len(groups) > 1 and 0 in groups.only([len(groups) - 1]).members:
             groups = self._cut(sizes, order[::-1])
         return groups
 
-    def _cut(self, sizes: Sequence[SampleSize], order: Sequence[int]) -> list[list[int]]:
-        groups: list[list[int]] = []
-        longest = patches = 0
-        for i in order:
-            tokens, more = self.padded(sizes[i].tokens), sizes[i].patches
-            longest, patches = max(longest, tokens), patches + more
-            if not groups or not self._has_room(len(groups[-1]) + 1, longest, patches):
-                groups.append([])
-                longest, patches = tokens, more
-            groups[-1].append(i)
-        return groups
+    def _cut(self, sizes: np.ndarray, order: np.ndarray) -> Groups:
+        tokens, patches = self.padded(sizes[order, 0]).tolist(), sizes[order, 1].tolist()
+        labels = []
+        number, rows, longest, work = 0, 0, 0, 0
+        for length, more in zip(tokens, patches, strict=True):
+            rows, longest, work = rows + 1, max(longest, length), work + more
+            if rows > 1 and not self._has_room(rows, longest, work):
+                number, rows, longest, work = number + 1, 1, length, more
+            labels.append(number)
+        of_samples = np.empty(len(order), dtype=np.int64)
+        of_samples[order] = labels
+        return Groups.by_label(of_samples)
 
     def _has_room(self, rows: int, longest: int, patches: int) -> bool:
         is_within = rows <= self.rows if self.kind == "rows" else rows * longest <= self.tokens
         return is_within and (self.patches is None or patches <= self.patches)
 
 
-def _cost_of_rows(rows: int, tokens: int) -> float:
+def _table(sizes: Sequence[SampleSize]) -> np.ndarray:
+    return np.array(sizes, dtype=np.int64).reshape(-1, 2)
+
+
+def _cost_of_rows(rows: int | np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Of rows of so many tokens each."""
-    return rows * tokens * (1 + tokens / ATTENTION_TOKENS)
+    cost: np.ndarray = rows * tokens * (1 + tokens / ATTENTION_TOKENS)
+    return cost
 
 
-def nearest_in_cost(costs: Sequence[float], wanted: Sequence[int], count: int) -> list[int]:
+class StepPlan(NamedTuple):
+    """The micro-batches of a step."""
+
+    batches: Groups
+    """Of the samples that were buffered."""
+    costs: np.ndarray
+    """Of each micro-batch."""
+
+
+def plan_step(shape: BatchShape, sizes: np.ndarray, overdue: int, count: int) -> StepPlan:
+    """The step that a buffer gives: those of its micro-batches that cost about the same.
+
+    Args:
+        shape: What a micro-batch may hold.
+        sizes: (samples, 2) tokens and patches, the oldest first.
+        overdue: So many of them, the oldest, an epoch before left over.
+        count: Micro-batches of a step.
+    """
+    made = shape.micro_batches(sizes, overdue)
+    costs = shape.costs(sizes, made)
+    # The oldest sample leaves the buffer with every step, and so do those that an epoch before left over. Indices of a
+    # micro-batch are in order of age, so its first one says how old it is.
+    firsts = made.firsts
+    wanted = np.flatnonzero(firsts < max(1, overdue))
+    wanted = wanted[np.argsort(firsts[wanted])][:count]
+    chosen = nearest_in_cost(costs, wanted.tolist(), count)
+    return StepPlan(made.only(chosen), costs[chosen])
+
+
+def nearest_in_cost(costs: Sequence[float] | np.ndarray, wanted: Sequence[int], count: int) -> list[int]:
     """So many micro-batches, `wanted` (at most so many) among them, whose costs lie within the narrowest span; the
     costliest first."""
     # In the order of costs the narrowest span is a window of neighbours, so it is found by trying where it may start.
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    places = sorted(order.index(number) for number in wanted)
+    of_all = np.asarray(costs, dtype=np.float64)
+    order = np.argsort(-of_all, kind="stable")
+    place_of = np.empty_like(order)
+    place_of[order] = np.arange(len(order))
+    places = sorted(place_of[list(wanted)].tolist())
     first, last = places[0], places[-1]
     if last - first >= count:  # they alone span more than a window: whatever lies between them makes it no wider
         between = sorted(set(range(first, last)).difference(places))
-        places = sorted(places + between[: count - len(places)])
-        return [order[place] for place in places]
-    starts = range(max(0, last - count + 1), min(first, len(order) - count) + 1)
-    best = min(starts, key=lambda start: (costs[order[start]] - costs[order[start + count - 1]], start))
-    return order[best : best + count]
+        found: list[int] = order[sorted(places + between[: count - len(places)])].tolist()
+        return found
+    sorted_costs = of_all[order]
+    lowest, highest = max(0, last - count + 1), min(first, len(order) - count)
+    spans = sorted_costs[lowest : highest + 1] - sorted_costs[lowest + count - 1 : highest + count]
+    start = lowest + int(spans.argmin())
+    window: list[int] = order[start : start + count].tolist()
+    return window
 
 
 def divided(parts: Sequence[Indices], count: int) -> list[Indices]:

@@ -7,11 +7,12 @@ but parses nothing; a row is parsed only where it is trained on or measured.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.seeds import derive_seed
@@ -29,6 +30,74 @@ class Pick(NamedTuple):
     """Index into the data set."""
 
 
+class Picks(Sequence[Pick]):
+    """Samples to take, in order: equal to any sequence of the same picks, and held as arrays, since at thousands of
+    ranks a step looks at many.
+
+    Args:
+        epochs: (picks,) int64 of each.
+        rows: (picks,) int64 of each.
+    """
+
+    __slots__ = ("epochs", "rows")
+
+    def __init__(self, epochs: np.ndarray, rows: np.ndarray) -> None:
+        self.epochs, self.rows = epochs, rows
+
+    @classmethod
+    def of(cls, picks: Sequence[Pick]) -> Picks:
+        """The same picks as arrays."""
+        if isinstance(picks, Picks):
+            return picks
+        numbers = np.array(picks, dtype=np.int64).reshape(-1, 2)
+        return cls(numbers[:, 0], numbers[:, 1])
+
+    @classmethod
+    def in_epoch(cls, epoch: int, rows: np.ndarray) -> Picks:
+        """These rows, all of them in one epoch."""
+        return cls(np.full(len(rows), epoch), rows)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Pick: ...
+
+    @overload
+    def __getitem__(self, place: slice | np.ndarray) -> Picks: ...
+
+    @override
+    def __getitem__(self, place: int | slice | np.ndarray) -> Pick | Picks:
+        if isinstance(place, (slice, np.ndarray)):
+            return Picks(self.epochs[place], self.rows[place])
+        return Pick(int(self.epochs[place]), int(self.rows[place]))
+
+    @override
+    def __iter__(self) -> Iterator[Pick]:
+        return map(Pick, self.epochs.tolist(), self.rows.tolist())
+
+    def __add__(self, others: Sequence[Pick]) -> Picks:
+        added = Picks.of(others)
+        return Picks(np.concatenate([self.epochs, added.epochs]), np.concatenate([self.rows, added.rows]))
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        if isinstance(other, Picks):
+            return np.array_equal(self.epochs, other.epochs) and np.array_equal(self.rows, other.rows)
+        return tuple(self) == tuple(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @override
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 class EpochSampler(Protocol):
     """The sequence of the samples of each epoch."""
 
@@ -36,7 +105,7 @@ class EpochSampler(Protocol):
     def size(self) -> int | None:
         """Samples of an epoch; None: found out at its end."""
 
-    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+    def draw(self, epoch: int, index: int, count: int) -> Picks:
         """So many samples of an epoch's sequence from `index` on; fewer, at last none, where the epoch ends."""
 
 
@@ -50,9 +119,9 @@ class SequentialSampler:
         """(size,) 0, 1, 2 …"""
         return np.arange(self.size)
 
-    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+    def draw(self, epoch: int, index: int, count: int) -> Picks:
         """Rows `index` and those after it."""
-        return [Pick(epoch, row) for row in range(index, min(index + count, self.size))]
+        return Picks.in_epoch(epoch, np.arange(index, max(index, min(index + count, self.size))))
 
 
 class BaseRandomBatchSampler:
@@ -65,9 +134,9 @@ class BaseRandomBatchSampler:
         """(size,) the permutation of (seed, epoch)."""
         return permutation(self.size, self._seed, epoch)
 
-    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+    def draw(self, epoch: int, index: int, count: int) -> Picks:
         """A part of the permutation."""
-        return [Pick(epoch, row) for row in self.order(epoch)[index : index + count].tolist()]
+        return Picks.in_epoch(epoch, self.order(epoch)[index : index + count])
 
 
 class StreamSampler:
@@ -84,19 +153,19 @@ class StreamSampler:
     def __init__(self, has: Callable[[int], bool], window: int, seed: int) -> None:
         self._has, self._window, self._seed = has, window, seed
 
-    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+    def draw(self, epoch: int, index: int, count: int) -> Picks:
         """So many rows from the n-th of an epoch on; fewer where the files end."""
-        picks: list[Pick] = []
-        while len(picks) < count:
+        drawn = [np.empty(0, dtype=np.int64)]
+        end = index + count
+        while index < end:
             number, place = divmod(index, self._window)
             rows = self._rows_of_window(number)
             if place >= rows:
                 break
             order = permutation(rows, derive_seed(self._seed, "window", number), epoch)
-            taken = order[place : place + count - len(picks)].tolist()
-            picks += [Pick(epoch, number * self._window + row) for row in taken]
-            index += len(taken)
-        return picks
+            drawn.append(number * self._window + order[place : place + end - index])
+            index += len(drawn[-1])
+        return Picks.in_epoch(epoch, np.concatenate(drawn))
 
     def _rows_of_window(self, number: int) -> int:
         first = number * self._window
