@@ -1,0 +1,138 @@
+"""The attention kernels that this process computes by: what the device and the installed packages allow, put into force
+for every call of torch's attention, whoever makes it.
+
+FA3 and FA4 are put below torch's own flash operators (`torch.nn.attention.activate_flash_attention_impl`): packed rows,
+rings, towers and generators call these operators, and come to the same kernel. Likewise, torch's function tries cuDNN
+first where that is the fastest. Nothing is touched on a CPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.ops.attention_kernels import (
+    BY_NAME,
+    EAGER,
+    PACKAGES,
+    TORCH_FLASH,
+    Device,
+    Kernel,
+    Need,
+    choose_kernel,
+)
+from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
+
+
+def device_facts() -> Device:
+    """What the choice of a kernel depends on, of this process; packages are looked up without importing them."""
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    is_of_nvidia = torch.version.hip is None
+    capability = device_capability() if is_of_nvidia else (0, 0)
+    cudnn = torch.backends.cudnn.version() if capability != (0, 0) else None
+    return Device(get_device_type(), capability, cudnn or 0, installed)
+
+
+def need_of(query: torch.Tensor, value: torch.Tensor, **asked: bool) -> Need:
+    """What a call asks of a kernel: by its tensors, whose last dimension is the width of a head, and what `asked` names
+    (`packed`, `mask` …)."""
+    asks = [name for name, is_asked in asked.items() if is_asked]
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        asks.append("fp32")
+    if query.shape[-1] != value.shape[-1]:
+        asks.append("two widths")
+    return Need(tuple(asks), query.shape[-1])
+
+
+class KernelsInForce:
+    """What torch's attention operators come to in this process."""
+
+    def __init__(self) -> None:
+        self.flash: Kernel | None = BY_NAME[TORCH_FLASH]
+        """What torch's flash operators come to; None where the device has none."""
+        self._needs: list[Need] = []
+        self._order = ExitStack()
+
+    def serve(self, need: Need, device: Device) -> None:
+        """Put the kernel for a model into force. Of several models in a process, the fastest that fails for none: an
+        FA3 that met dropout would raise.
+
+        Args:
+            need: Of the model. Only its dropout and its width count: a call that asks for other things takes another
+                way by itself. So do all calls of a model in fp32.
+            device: Of the process; without packages that must not be used.
+
+        Raises:
+            MachineError: This torch knows no such kernel, or its package does not load.
+        """
+        if device.kind != "cuda" or "fp32" in need.asks:
+            return
+        self._needs.append(need)
+        asks = {ask for each in self._needs for ask in each.asks if ask == "dropout"}
+        kernel = choose_kernel(Need(tuple(asks), max(each.width for each in self._needs)), device).kernel
+        _replace_flash(kernel)
+        self._try_first(kernel)
+        self.flash = kernel if kernel.of_torch else BY_NAME[TORCH_FLASH]
+        if self.flash.lacks_device(device):
+            self.flash = None
+
+    def choose(self, need: Need, kind: str) -> Kernel:
+        """The kernel of a call on a device of that kind that torch's operators come to: the flash kernel in force where
+        it does what is needed."""
+        if kind != "cuda":
+            return choose_kernel(need, Device(kind)).kernel
+        if self.flash is not None and not self.flash.refuses(need):
+            return self.flash
+        return BY_NAME["sdpa"] if not BY_NAME["sdpa"].refuses(need) else BY_NAME[EAGER]
+
+    def _try_first(self, kernel: Kernel) -> None:
+        """Let torch's function try this kernel before others, until another is put into force."""
+        self._order.close()
+        others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        if kernel.of_torch:
+            order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *others]
+        elif kernel.least_cudnn:
+            order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *others]
+        else:
+            return
+        self._order.enter_context(sdpa_kernel(order, set_priority=True))
+
+
+IN_FORCE = KernelsInForce()
+
+
+def _replace_flash(kernel: Kernel) -> None:
+    """Let torch's flash operators come to this kernel, or to torch's own again.
+
+    Raises:
+        MachineError: This torch knows no such kernel, or its package does not load.
+    """
+    register: Any = torch.nn.attention
+    known = register.list_flash_attention_impls() if hasattr(register, "list_flash_attention_impls") else []
+    if not kernel.of_torch:
+        if known and register.current_flash_attention_impl() is not None:
+            register.restore_flash_attention_impl()
+        return
+    if kernel.of_torch not in known:
+        raise MachineError(
+            f"torch {torch.__version__} cannot compute by {kernel.name}", way_out="Install a newer torch."
+        )
+    if register.current_flash_attention_impl() == kernel.of_torch:
+        return
+    try:
+        register.activate_flash_attention_impl(kernel.of_torch)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        package = kernel.package.distribution if kernel.package else kernel.name
+        raise MachineError(f"{package} does not load: {reason}", way_out="Build it for this torch.") from error
