@@ -58,6 +58,8 @@ class Device:
     """Version of cuDNN, as 91501."""
     installed: Mapping[str, str] = field(default_factory=dict)
     """Version of each distribution of `PACKAGES` that is installed."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Why a distribution that is installed does not load."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,15 @@ class Kernel:
             return f"{self.name} needs version {self.least_cudnn}, and torch has {device.cudnn or 'none'}"
         if self.package is None:
             return ""
-        version = device.installed.get(self.package.distribution)
+        name = self.package.distribution
+        version = device.installed.get(name)
         if version is None:
-            return f"{self.package.distribution} is not installed"
+            return f"{name} is not installed"
         try:
             is_older = Version(version) < Version(self.package.least)
         except InvalidVersion:
             is_older = False
-        return f"{self.package.distribution} {version} is older than {self.package.least}" if is_older else ""
+        return f"{name} {version} is older than {self.package.least}" if is_older else device.broken.get(name, "")
 
     def refuses(self, need: Need) -> str:
         """What of a need it does not do; empty where it does all."""
@@ -119,7 +122,7 @@ _ALL = tuple(WORDS)
 _FA3 = Package(
     "flash-attn-3", "3.0.0b1", "build flash-attn-3 from the folder hopper of github.com/Dao-AILab/flash-attention"
 )
-_FA4 = Package("flash-attn-4", "4.0.0b30", "pip install --pre flash-attn-4")
+_FA4 = Package("flash-attn-4", "4.0.0b30", "pip install flash-attn-4")
 """Releases before b30 have no backward pass for heads of 72 or 80, which towers have."""
 
 TORCH_FLASH = "torch_flash"

@@ -9,6 +9,7 @@ first where that is the fastest. Nothing is touched on a CPU.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 import torch.nn.attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.ops.attention_kernels import (
     BY_NAME,
     EAGER,
@@ -62,9 +62,10 @@ class KernelsInForce:
         self.flash: Kernel | None = BY_NAME[TORCH_FLASH]
         """What torch's flash operators come to; None where the device has none."""
         self._needs: list[Need] = []
+        self._broken: dict[str, str] = {}
         self._order = ExitStack()
 
-    def serve(self, need: Need, device: Device) -> None:
+    def serve(self, need: Need, device: Device) -> Device:
         """Put the kernel for a model into force. Of several models in a process, the fastest that fails for none: an
         FA3 that met dropout would raise.
 
@@ -73,19 +74,31 @@ class KernelsInForce:
                 way by itself. So do all calls of a model in fp32.
             device: Of the process; without packages that must not be used.
 
-        Raises:
-            MachineError: This torch knows no such kernel, or its package does not load.
+        Returns:
+            The device as it turned out: which packages do not load, and why.
         """
         if device.kind != "cuda" or "fp32" in need.asks:
-            return
+            return device
         self._needs.append(need)
         asks = {ask for each in self._needs for ask in each.asks if ask == "dropout"}
-        kernel = choose_kernel(Need(tuple(asks), max(each.width for each in self._needs)), device).kernel
-        _replace_flash(kernel)
+        least = Need(tuple(asks), max(each.width for each in self._needs))
+        kernel = None
+        while kernel is None:
+            device = replace(device, broken=dict(self._broken))
+            kernel = self._loaded(choose_kernel(least, device).kernel)
         self._try_first(kernel)
         self.flash = kernel if kernel.of_torch else BY_NAME[TORCH_FLASH]
         if self.flash.lacks_device(device):
             self.flash = None
+        return device
+
+    def _loaded(self, kernel: Kernel) -> Kernel | None:
+        """The kernel, below torch's flash operators if it is not torch's own; None where it does not load."""
+        why = _replace_flash(kernel)
+        if not why or kernel.package is None:
+            return kernel
+        self._broken[kernel.package.distribution] = f"{kernel.package.distribution} does not load: {why}"
+        return None
 
     def choose(self, need: Need, kind: str) -> Kernel:
         """The kernel of a call on a device of that kind that torch's operators come to: the flash kernel in force where
@@ -112,27 +125,20 @@ class KernelsInForce:
 IN_FORCE = KernelsInForce()
 
 
-def _replace_flash(kernel: Kernel) -> None:
-    """Let torch's flash operators come to this kernel, or to torch's own again.
-
-    Raises:
-        MachineError: This torch knows no such kernel, or its package does not load.
-    """
+def _replace_flash(kernel: Kernel) -> str:
+    """Let torch's flash operators come to this kernel, or to torch's own again; why it cannot be, empty where it is."""
     register: Any = torch.nn.attention
     known = register.list_flash_attention_impls() if hasattr(register, "list_flash_attention_impls") else []
+    if known and register.current_flash_attention_impl() == (kernel.of_torch or None):
+        return ""
     if not kernel.of_torch:
-        if known and register.current_flash_attention_impl() is not None:
+        if known:
             register.restore_flash_attention_impl()
-        return
+        return ""
     if kernel.of_torch not in known:
-        raise MachineError(
-            f"torch {torch.__version__} cannot compute by {kernel.name}", way_out="Install a newer torch."
-        )
-    if register.current_flash_attention_impl() == kernel.of_torch:
-        return
+        return f"torch {torch.__version__} knows no {kernel.of_torch}"
     try:
         register.activate_flash_attention_impl(kernel.of_torch)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        package = kernel.package.distribution if kernel.package else kernel.name
-        raise MachineError(f"{package} does not load: {reason}", way_out="Build it for this torch.") from error
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    return ""

@@ -111,9 +111,13 @@ def test_what_a_model_needs(
     assert choice.reason.startswith(reason)
 
 
-def test_capped_scores_of_a_model_without_flex(machine: Callable[..., None]) -> None:
+def test_capped_scores(machine: Callable[..., None]) -> None:
+    with pytest.raises(
+        ConfigError, match="'sdpa' takes no capped scores"
+    ):  # torch's function would leave them as they are
+        choose_attention("sdpa", Takes, config=CAPPED, param_dtype=BF16)
     machine(HOPPER)
-    assert choose_attention(None, Takes, config=CAPPED, param_dtype=BF16).name == "eager"
+    assert choose_attention(None, Takes, config=CAPPED, param_dtype=BF16).name == "eager"  # it takes no flex attention
 
 
 def test_the_log_says_why(tmp_path: Path, machine: Callable[..., None]) -> None:

@@ -106,4 +106,5 @@ def test_a_package_that_does_not_load_is_passed_over_and_told(
     pretend_installed(monkeypatch, tmp_path, "flash-attn-3", "3.0.0")
     with registered("FA3", None):
         told = attention_name(built(folders["text"]))
-    assert told == "mm_varlen by torch_flash (flash-attn-3 does not load: undefined symbol)"
+    others = "flash-attn-4 is not installed; cudnn needs version 91501, and torch has none"
+    assert told == f"mm_varlen by torch_flash (flash-attn-3 does not load: undefined symbol; {others})"

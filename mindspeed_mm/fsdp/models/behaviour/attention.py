@@ -14,7 +14,16 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
-from mindspeed_mm.fsdp.ops.attention_kernels import BY_NAME, EAGER, FA2, OF_PACKAGES, Device, Kernel, Need, choose_kernel
+from mindspeed_mm.fsdp.ops.attention_kernels import (
+    BY_NAME,
+    EAGER,
+    FA2,
+    OF_PACKAGES,
+    Device,
+    Kernel,
+    Need,
+    choose_kernel,
+)
 from mindspeed_mm.fsdp.ops.context_attention.language import CONTEXT_ATTENTION_NAME
 from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, device_facts
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -191,31 +200,18 @@ def _resolve(requested: str | None, need: Need) -> tuple[str, AttentionChoice]:
         _check_fa2(need, device)
     if asked in (_FA2, EAGER, "flex_attention"):
         return asked, AttentionChoice(asked, "as configured")
-    kernel = BY_NAME.get(asked)
-    if kernel is not None:
-        device = _device_with(kernel, need, device)
-    choice = _put_into_force(need, device, is_asked=bool(kernel and kernel.package))
-    if asked:
-        is_own = asked in OF_PACKAGES
-        return "" if is_own else asked, choice._replace(name="sdpa" if is_own else asked, reason="as configured")
-    return "", choice._replace(reason=reason or choice.reason)
-
-
-def _put_into_force(need: Need, device: Device, *, is_asked: bool) -> AttentionChoice:
-    """The fastest kernel; a package that does not load is passed over, unless it is asked for."""
-    kernel, reason, install = choose_kernel(need, device)
-    try:
-        IN_FORCE.serve(need, device)
-    except MachineError as error:
-        if is_asked:
-            error.change_problems(lambda problem: replace(problem, key=_KEY))
-            raise
-        assert kernel.package is not None
-        left = {name: version for name, version in device.installed.items() if name != kernel.package.distribution}
-        choice = _put_into_force(need, replace(device, installed=left), is_asked=False)
-        return choice._replace(reason=str(error.problems[0].what))
+    asked_for = BY_NAME.get(asked)
+    if asked_for is not None:
+        device = _device_with(asked_for, need, device)
+    device = IN_FORCE.serve(need, device)
+    if asked_for is not None and asked_for.lacks_package(device):
+        raise _cannot_be_had(asked_for, asked_for.lacks_package(device))
+    kernel, why, install = choose_kernel(need, device)
     name = kernel.name if kernel.name in (EAGER, "flex_attention") else "sdpa"
-    return AttentionChoice(name, reason, install, need, device)
+    if asked:
+        reason, name = "as configured", name if asked in OF_PACKAGES else asked
+    choice = AttentionChoice(name, reason or why, install, need, device)
+    return "" if asked in OF_PACKAGES else asked, choice
 
 
 def _device_with(kernel: Kernel, need: Need, device: Device) -> Device:
@@ -225,17 +221,18 @@ def _device_with(kernel: Kernel, need: Need, device: Device) -> Device:
         MachineError: The device does not run it, or its package is not installed.
         ConfigError: The model needs what it does not do.
     """
-    if kernel.package is None:
-        return replace(device, installed={})
     lacks = kernel.lacks_device(device) or kernel.lacks_package(device)
     if lacks:
-        way_out = f"{kernel.package.install}, or leave it out." if not kernel.lacks_device(device) else "Leave it out."
-        raise MachineError(f"'{kernel.name}' cannot be had: {lacks}", key=_KEY, way_out=way_out)
+        raise _cannot_be_had(kernel, lacks)
     refuses = kernel.refuses(need)
     if refuses:
         raise ConfigError(f"'{kernel.name}' {refuses}", key=_KEY, way_out=_way_out(need))
-    name = kernel.package.distribution
-    return replace(device, installed={name: device.installed[name]})
+    name = kernel.package.distribution if kernel.package else ""
+    return replace(device, installed={each: device.installed[each] for each in device.installed if each == name})
+
+
+def _cannot_be_had(kernel: Kernel, why: str) -> MachineError:
+    return MachineError(f"'{kernel.name}' cannot be had: {why}", key=_KEY, way_out="Leave it out: the best is taken.")
 
 
 def _check_fa2(need: Need, device: Device) -> None:
