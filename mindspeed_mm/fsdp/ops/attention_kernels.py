@@ -48,7 +48,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Device:
-    """What a kernel finds."""
+    """The device that a kernel would run on, and what is installed beside it."""
 
     kind: str
     """`cuda`, `npu`, … or `cpu`."""
