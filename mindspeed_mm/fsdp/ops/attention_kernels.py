@@ -125,6 +125,7 @@ _FA3 = Package(
 _FA4 = Package("flash-attn-4", "4.0.0b30", "pip install flash-attn-4")
 """Releases before b30 have no backward pass for heads of 72 or 80, which towers have."""
 
+CUDNN = "cudnn"
 TORCH_FLASH = "torch_flash"
 NPU = "npu_fusion_attention"
 EAGER = "eager"
@@ -133,7 +134,7 @@ KERNELS = (
     Kernel("flash_attention_3", _FLASH, ("cuda",), (9,), _FA3, widest=256, multiple=8, of_torch="FA3"),
     Kernel("flash_attention_4", _FLASH, ("cuda",), (9, 10), _FA4, widest=128, multiple=8, of_torch="FA4"),
     # An older cuDNN computes wrong numbers for lengths that 128 does not divide.
-    Kernel("cudnn", ("mask", "dropout"), ("cuda",), (9, 10), widest=128, multiple=8, least_cudnn=91501),
+    Kernel(CUDNN, ("mask", "dropout"), ("cuda",), (9, 10), widest=128, multiple=8, least_cudnn=91501),
     Kernel(TORCH_FLASH, _FLASH, ("cuda",), (0, *range(8, 100)), widest=256),
     Kernel(NPU, ("packed", "window", "mask", "dropout"), ("npu",)),
     Kernel("sdpa", ("packed", "window", "sinks", "mask", "dropout", "fp32", "two widths")),

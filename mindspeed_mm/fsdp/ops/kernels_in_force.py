@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mindspeed_mm.fsdp.ops.attention_kernels import (
     BY_NAME,
+    CUDNN,
     EAGER,
     PACKAGES,
     TORCH_FLASH,
@@ -86,7 +87,7 @@ class KernelsInForce:
         while kernel is None:
             device = replace(device, broken=dict(self._broken))
             kernel = self._loaded(choose_kernel(least, device).kernel)
-        self._try_first(kernel)
+        self._try_first(kernel, device)
         self.flash = kernel if kernel.of_torch else BY_NAME[TORCH_FLASH]
         if self.flash.lacks_device(device):
             self.flash = None
@@ -109,16 +110,16 @@ class KernelsInForce:
             return self.flash
         return BY_NAME["sdpa"] if not BY_NAME["sdpa"].refuses(need) else BY_NAME[EAGER]
 
-    def _try_first(self, kernel: Kernel) -> None:
-        """Let torch's function try this kernel before others, until another is put into force."""
+    def _try_first(self, kernel: Kernel, device: Device) -> None:
+        """Let torch's function try this kernel before others, until another is put into force. A cuDNN that is too old
+        is not tried at all."""
         self._order.close()
-        others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        if kernel.of_torch:
-            order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *others]
-        elif kernel.least_cudnn:
-            order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *others]
-        else:
+        if not kernel.of_torch and kernel.name != CUDNN:
             return
+        cudnn = BY_NAME[CUDNN]
+        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        if not cudnn.lacks_device(device) and not cudnn.lacks_package(device):
+            order.insert(1 if kernel.of_torch else 0, SDPBackend.CUDNN_ATTENTION)
         self._order.enter_context(sdpa_kernel(order, set_priority=True))
 
 

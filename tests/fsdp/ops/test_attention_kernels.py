@@ -151,6 +151,14 @@ def test_torchs_function_tries_the_chosen_kernel_first() -> None:
 
 
 @pytest.mark.usefixtures("restored")
+def test_an_old_cudnn_is_never_tried() -> None:
+    with registered("FA3", wrong_numbers):
+        IN_FORCE.serve(Need(), Device("cuda", (9, 0), 91002, FA3))
+        assert SDPBackend.CUDNN_ATTENTION not in of_torch._cur_sdpa_kernel_backends()
+    assert of_torch.current_flash_attention_impl() == "FA3"
+
+
+@pytest.mark.usefixtures("restored")
 def test_a_narrow_kernel_is_not_come_to_by_wide_heads() -> None:
     with registered("FA4", wrong_numbers):
         IN_FORCE.serve(Need((), 128), DEVICES["blackwell, both"])

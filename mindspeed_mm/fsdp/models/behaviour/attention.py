@@ -139,7 +139,7 @@ def need_of(config: object, param_dtype: torch.dtype | None) -> Need:
         if attribute_at(part, "attn_logit_softcapping"):
             asks.append("softcap")
         found = _width_of(part)
-        if attribute_at(part, "v_head_dim") not in (None, found):
+        if attribute_at(part, "v_head_dim") not in (None, 0, found):
             asks.append("two widths")
         width = max(width, found)
     return Need(tuple(dict.fromkeys(asks)), width)
@@ -156,7 +156,7 @@ def _parts(config: object) -> Iterator[object]:
 def _width_of(config: object) -> int:
     """Width of a head; 0 where the configuration does not say."""
     latent = attribute_at(config, "qk_nope_head_dim")
-    if latent is not None:
+    if latent:
         return int(latent) + int(attribute_at(config, "qk_rope_head_dim", 0))
     for name in ("head_dim", "attention_head_dim"):
         width = attribute_at(config, name)
