@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     lines_of_page = "".join(re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
-    assert len(lines_of_page) == 4
+    assert len(lines_of_page) == 5
     for line in lines_of_page:
         assert run(shlex.split(line, comments=True)[1:]) == 0, line
     assert "MFU" in capsys.readouterr().out

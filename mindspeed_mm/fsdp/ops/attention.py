@@ -22,9 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.ops.flash_sinks import flash_with_sinks
 from mindspeed_mm.fsdp.ops.forward_stack import Kwargs
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.host_values import host_values
+from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, need_of
 from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
 from mindspeed_mm.fsdp.ops.windowed_attention import attend_in_blocks, pays_off, window_mask
@@ -111,7 +113,8 @@ def varlen_attention(
     check_mask(attention_mask, packed=cu_seq_lens_q is not None)
     if cu_seq_lens_q is None:
         rows, tokens = len(query), query.shape[2]
-        if attention_mask is None and layer.is_windowed(tokens, key.shape[2]) and layer.fits_flash(query, value):
+        by_rows = layer.is_windowed(tokens, key.shape[2]) or (s_aux is not None and tokens == key.shape[2])
+        if attention_mask is None and by_rows and layer.fits_flash(query, value):
             borders = torch.arange(0, (rows + 1) * tokens, tokens, device=query.device)
             return layer.attend_flash(query, key, value, borders, borders, tokens, tokens), None
         output = layer.attend(query, key, value, attention_mask)
@@ -306,11 +309,10 @@ class _Layer:
         return {"causal": self.causal, "window": self.window, "scale": scale, "dropout": self.dropout}
 
     def fits_flash(self, q_1HTD: torch.Tensor, v_1KSD: torch.Tensor) -> bool:
-        """Whether torch's variable-length flash kernel takes this call."""
-        half = q_1HTD.dtype in (torch.bfloat16, torch.float16)
-        width = q_1HTD.shape[-1]
-        plain = self.sinks is None and self.dropout == 0.0
-        return q_1HTD.is_cuda and half and plain and width == v_1KSD.shape[-1] and width <= 256
+        """Whether the flash kernel in force takes this call by the borders of its documents."""
+        if not q_1HTD.is_cuda or IN_FORCE.flash is None:
+            return False
+        return not IN_FORCE.flash.refuses(need_of(q_1HTD, v_1KSD, packed=True, dropout=self.dropout != 0.0))
 
     def attend_flash(
         self,
@@ -336,6 +338,9 @@ class _Layer:
             window = (-1 if self.window is None else self.window - 1, 0)
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
         lengths = (cu_q, cu_k, max_q, max_k)
+        if self.sinks is not None:
+            output = flash_with_sinks(q_THD, k_THD, v_THD, self.sinks, lengths, window, self._scale_of(q_BHTD))
+            return output.view(-1, q_BHTD.shape[2], *output.shape[1:])
         output = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=self.scaling, window_size=window, **options)
         return output.view(-1, q_BHTD.shape[2], *output.shape[1:])
 

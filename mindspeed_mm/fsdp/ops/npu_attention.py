@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from mindspeed_mm.fsdp.ops.attention_kernels import BY_NAME, NPU
+from mindspeed_mm.fsdp.ops.kernels_in_force import need_of
 from mindspeed_mm.fsdp.utils.device import npu_operator
 
 KEY = "model.attn_implementation"
@@ -19,8 +21,7 @@ _ANY = 2**31 - 1
 
 def fits_npu(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the kernel takes these."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "npu" and half and query.shape[-1] == value.shape[-1]
+    return query.device.type == "npu" and not BY_NAME[NPU].refuses(need_of(query, value))
 
 
 def attend_npu(

@@ -31,6 +31,7 @@ class ModelArguments(OpenSection):
             "sdpa",
             "flash_attention_2",
             "flash_attention_3",
+            "flash_attention_4",
             "flex",
             "flex_attention",
             "native-sparse",

@@ -278,6 +278,7 @@ class _Check:
         """The model builds, without weights; its plan is resolved, as training resolves it, and the folder has the
         weights that it asks for."""
         # Imported here: what stands above answers without torch.
+        from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
         from mindspeed_mm.fsdp.models.facts import facts_of
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
@@ -288,7 +289,11 @@ class _Check:
             raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
         errors = CollectedErrors()
         self.outline = build_outline(arguments, errors=errors)
-        added = facts_of(self.outline.model).added_tokens
+        facts = facts_of(self.outline.model)
+        added = facts.added_tokens
+        self.result.notes.append(f"attention on this machine: {attention_name(self.outline.model)}")
+        if facts.attention is not None and facts.attention.install:
+            self.result.notes.append(facts.attention.install)
         if added is not None and added.known:
             self.result.warnings.append(f"model.add_tokens: {added}")
         errors.attempt(check_stored_weights, self.outline, arguments)

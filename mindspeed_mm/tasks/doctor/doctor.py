@@ -33,7 +33,7 @@ _ROOM_BYTES, _SHARED_BYTES, _MEMORY_BYTES = 20 * _GIB, _GIB, 4 * _GIB
 """Below these free bytes of disk, of shared memory and of memory something is likely to go wrong."""
 _CLOCK_S, _FIRST_YEAR, _PROBE_S = 5.0, 2025, 180.0
 _SHARED = Path("/dev/shm")
-_SPEED = {"cuda": {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}, "npu": {}, "xpu": {}, "cpu": {}}
+_SPEED = {"cuda": {"liger_kernel": "liger-kernel"}, "npu": {}, "xpu": {}, "cpu": {}}
 """Kind of device → module that makes training faster there, and the package that brings it."""
 
 
@@ -153,6 +153,8 @@ def _torch() -> Iterator[Diagnosis]:
     """torch itself, whether torchvision was built for it, and the accelerator."""
     import torch  # seconds, and the first thing that a broken environment cannot import
 
+    from mindspeed_mm.fsdp.ops.attention_kernels import Need, choose_kernel
+    from mindspeed_mm.fsdp.ops.kernels_in_force import device_facts
     from mindspeed_mm.fsdp.utils.device import get_device_type
     from mindspeed_mm.fsdp.utils.torchvision_guard import clash
 
@@ -163,6 +165,9 @@ def _torch() -> Iterator[Diagnosis]:
         fix = "Install the torchvision of this torch: pip install torch torchvision -c constraints.txt."
         yield Diagnosis("torchvision", "warning", sentence, fix)
     yield _device(kind)
+    kernel, reason, install = choose_kernel(Need(), device_facts())
+    found = f"{kernel.name} ({reason})" if reason else kernel.name
+    yield Diagnosis("attention", "warning" if install else "ok", found, f"{install}." if install else "")
     for module, package in _SPEED.get(kind, {}).items():
         if importlib.util.find_spec(module) is None:
             yield Diagnosis(

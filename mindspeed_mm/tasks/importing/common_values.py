@@ -145,7 +145,7 @@ def attention(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         "flash_attn": "flash_attention_2",
         "flash_attention": "flash_attention_2",
         "flash_attention_3": "flash_attention_3",
-        "flash_attention_4": None,
+        "flash_attention_4": "flash_attention_4",
         "sdpa": "sdpa",
         "eager": "eager",
         "flex_attention": "flex_attention",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.config_path import value_at
+from mindspeed_mm.fsdp.ops.attention_kernels import OF_PACKAGES
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DataArguments, DataloaderParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -28,7 +29,7 @@ LEAST_ADAM_EPS = 1e-8
 _AXES = ("pipeline_parallel_size", "tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size")
 _BY_LENGTH = ("TokenBudgetSampler", "LengthGroupedSampler", "BucketBatchSampler", "VariableVideoBatchSampler")
 """Samplers that choose the samples of a step by their lengths."""
-_NO_CPU_KERNEL = ("flash_attention_2", "flash_attention_3", "flex", "flex_attention", "native-sparse")
+_NO_CPU_KERNEL = (*OF_PACKAGES, "flex", "flex_attention", "native-sparse")
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ def test_attention_is_set_on_this_model_alone(generators: dict[str, Path], asked
     before = _AttentionBackendRegistry.get_active_backend()[0]
     model = ModelHub.build(arguments(generators["flux"], attn_implementation=asked))
     assert {block.attn.processor._attention_backend.value for block in model.transformer_blocks} == {backend}
-    assert attention_name(model) == {"flex": "flex_attention", None: "sdpa"}.get(asked, asked)
+    expected = {None: "sdpa", "flex": "flex_attention (as configured)"}.get(asked, f"{asked} (as configured)")
+    assert attention_name(model) == expected
     assert _AttentionBackendRegistry.get_active_backend()[0] == before
 
 

@@ -1,8 +1,11 @@
-"""Which attention kernel a model is built with."""
+"""Which attention a model is built with: the kernel that `ops.attention_kernels` answers for what the model needs, or
+the one that the configuration names.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,74 +14,92 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
+from mindspeed_mm.fsdp.ops.attention_kernels import (
+    BY_NAME,
+    EAGER,
+    FA2,
+    OF_PACKAGES,
+    Device,
+    Kernel,
+    Need,
+    choose_kernel,
+)
+from mindspeed_mm.fsdp.ops.context_attention.language import CONTEXT_ATTENTION_NAME
+from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, device_facts
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
+_KEY = "model.attn_implementation"
 _ALIASES = {"flex": "flex_attention"}
-_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+_FA2 = "flash_attention_2"
 _HALF = (torch.bfloat16, torch.float16)
-_BACKENDS = {
-    "sdpa": "native",
-    "eager": "_native_math",
-    "flash_attention_2": "flash",
-    "flash_attention_3": "_flash_3",
-    "flex_attention": "flex",
-}
+_BACKENDS = {"sdpa": "native", "eager": "_native_math", _FA2: "flash", "flex_attention": "flex"}
 """Our names → those of diffusers' attention dispatcher."""
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 class AttentionChoice(NamedTuple):
-    """A kernel, and why it was taken."""
+    """What a model computes attention by, and why."""
 
     name: str
+    """As transformers knows it."""
     reason: str
-    """Empty where nothing was chosen."""
+    """Empty where there was nothing to choose."""
+    install: str = ""
+    """What would bring a faster kernel; empty where nothing would."""
+    need: Need | None = None
+    """What the kernels below that name are asked for; None where the name says it all."""
+    device: Device = Device("cpu")
+    """Where they are chosen."""
+
+    def kernel(self, *asks: str) -> str:
+        """The kernel below the name, for calls that ask for something more; empty where it is what torch finds."""
+        if self.need is None:
+            return ""
+        kernel = choose_kernel(replace(self.need, asks=(*self.need.asks, *asks)), self.device).kernel
+        return kernel.name if kernel.devices and kernel.name != self.name else ""
 
 
 def choose_attention(
-    requested: str | None, model_class: object = None, *, param_dtype: torch.dtype | None = None
+    requested: str | None,
+    model_class: object = None,
+    *,
+    config: object = None,
+    param_dtype: torch.dtype | None = None,
 ) -> AttentionChoice:
-    """The name to hand to transformers, with the reason: the one asked for, or the best that runs here.
+    """The name to hand to transformers, with the reason: the one asked for, or the best that runs here. The kernel
+    below it is put into force.
 
-    A kernel that this kind of device cannot run gives way to the best that it can, so that one file trains on a laptop
-    and on a cluster; the reason says so.
+    A kernel that no CPU can run gives way to the best that one can, so that one file trains on a laptop and on a
+    cluster; the reason says so.
 
     Args:
         requested: `model.attn_implementation`.
-        model_class: Says what it supports (`_supports_sdpa`, `_supports_flash_attn`); anything when None.
-        param_dtype: What the model computes in: flash attention takes bf16 and fp16 only.
+        model_class: Says what it supports (`_supports_sdpa`, `_supports_flex_attn`); anything when None.
+        config: Of the model: widths of heads, dropout, capped scores.
+        param_dtype: What the model computes in.
 
     Raises:
-        MachineError: The package of the kernel asked for is not installed.
-        ConfigError: The kernel asked for does not compute in `param_dtype`.
+        MachineError: This device does not run the kernel asked for, or its package is not installed.
+        ConfigError: The kernel asked for does not do what the model needs.
     """
-    name = _ALIASES.get(requested or "", requested or "")
-    device_type = get_device_type()
-    if name and not _lacks(name):
-        _check_kernel(name, param_dtype)
-        return AttentionChoice(name, "as configured")
-    if name:
-        why = _lacks(name)
-    elif not attribute_at(model_class, "_supports_flash_attn", True):
-        why = "the model takes no flash attention"
-    elif device_type != "cuda":
-        why = f"flash attention is CUDA's, this is '{device_type}'"
-    elif param_dtype not in _HALF:
-        why = "flash attention takes bf16 and fp16 only"
-    else:
-        for name, package in _PACKAGES.items():
-            if importlib.util.find_spec(package) is not None:
-                return AttentionChoice(name, f"{package} is installed")
-        why = f"{' and '.join(_PACKAGES)} are not installed"
+    need = need_of(config, param_dtype)
+    asked, choice = _resolve(requested, need)
+    if asked in (EAGER, "flex_attention", _FA2):
+        return choice
     if not attribute_at(model_class, "_supports_sdpa", True):
-        return AttentionChoice("eager", "the model takes nothing else")
+        return AttentionChoice(EAGER, "the model takes nothing else")
+    if choice.name == "flex_attention" and not attribute_at(model_class, "_supports_flex_attn", False):
+        return choice._replace(name=EAGER, need=None)
+    if choice.name in (EAGER, "flex_attention") or asked:
+        return choice
     # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
     has_interface = attribute_at(model_class, "_supports_attention_backend", False)
-    return AttentionChoice(ATTENTION_NAME if has_interface else "sdpa", why)
+    return choice._replace(name=ATTENTION_NAME if has_interface else "sdpa")
 
 
 def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtype: torch.dtype | None = None) -> None:
-    """Let a model of diffusers compute attention by a kernel: the one asked for, or torch's own choice.
+    """Let a model of diffusers compute attention by a kernel: the one asked for, or the best that runs here.
 
     It is set on this model's attention layers alone: diffusers' `set_attention_backend` also changes the default of
     every model that is built later in the process.
@@ -89,73 +110,143 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
         param_dtype: What the model computes in.
 
     Raises:
-        MachineError: The package of the kernel asked for is not installed.
+        MachineError: This device does not run the kernel asked for, or its package is not installed.
         ConfigError: diffusers has no such kernel, or it does not compute in `param_dtype`.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName  # seconds to import
 
-    name = _ALIASES.get(requested or "sdpa", requested or "sdpa")
-    why = _lacks(name)
-    if why:
-        name = "sdpa"
-    if name not in _BACKENDS:
+    _, choice = _resolve(requested, need_of(attribute_at(model, "config"), param_dtype))
+    if choice.name not in _BACKENDS:
         raise ConfigError(
-            f"'{name}' is not an attention kernel of image and video generators",
-            key="model.attn_implementation",
-            way_out=f"Choose one of {', '.join(_BACKENDS)}, or leave it out.",
+            f"'{choice.name}' is not an attention kernel of image and video generators",
+            key=_KEY,
+            way_out=f"Choose one of {', '.join((*_BACKENDS, *OF_PACKAGES[1:]))}, or leave it out.",
         )
-    _check_kernel(name, param_dtype)
     for module in model.modules():
         processor = attribute_at(module, "processor")
         if has_all(processor, "_attention_backend"):
-            processor._attention_backend = AttentionBackendName(_BACKENDS[name])
-    facts_of(model).attention = AttentionChoice(name, why)
+            processor._attention_backend = AttentionBackendName(_BACKENDS[choice.name])
+    facts_of(model).attention = choice
+
+
+def need_of(config: object, param_dtype: torch.dtype | None) -> Need:
+    """What a model asks of kernels, by its configuration and those of its parts."""
+    asks = [] if param_dtype in _HALF else ["fp32"]
+    width = 0
+    for part in _parts(config):
+        if any(attribute_at(part, name, 0) for name in _DROPOUTS):
+            asks.append("dropout")
+        if attribute_at(part, "attn_logit_softcapping"):
+            asks.append("softcap")
+        found = _width_of(part)
+        if attribute_at(part, "v_head_dim") not in (None, 0, found):
+            asks.append("two widths")
+        width = max(width, found)
+    return Need(tuple(dict.fromkeys(asks)), width)
+
+
+def _parts(config: object) -> Iterator[object]:
+    yield config
+    for name in attribute_at(config, "sub_configs", {}):
+        part = attribute_at(config, name)
+        if part is not None:
+            yield from _parts(part)
+
+
+def _width_of(config: object) -> int:
+    """Width of a head; 0 where the configuration does not say."""
+    latent = attribute_at(config, "qk_nope_head_dim")
+    if latent:
+        return int(latent) + int(attribute_at(config, "qk_rope_head_dim", 0))
+    for name in ("head_dim", "attention_head_dim"):
+        width = attribute_at(config, name)
+        if isinstance(width, int):
+            return width
+    size, heads = attribute_at(config, "hidden_size"), attribute_at(config, "num_attention_heads")
+    return size // heads if isinstance(size, int) and isinstance(heads, int) and heads else 0
 
 
 def attention_name(model: nn.Module) -> str:
-    """What a built model computes attention by, in the words of `model.attn_implementation`, and why it was taken."""
+    """What a built model computes attention by, in the words of `model.attn_implementation`, the kernel below it, and
+    why it was taken."""
     choice = facts_of(model).attention
     # The configuration says what a model of transformers computes by now: packing may have changed it.
-    name = attribute_at(model, "config._attn_implementation")
+    name = str(attribute_at(model, "config._attn_implementation") or "")
     if choice is None:
-        return str(name or "the model's own")
-    if name is not None and name != choice.name:
-        return str(name)
-    return f"{choice.name} ({choice.reason})" if choice.reason else choice.name
+        return name or "the model's own"
+    name = name or choice.name
+    if name == CONTEXT_ATTENTION_NAME:
+        kernel = choice.kernel("lse")
+        return f"{name} by {kernel}" if kernel else name
+    by, rows = choice.kernel(), choice.kernel("packed")
+    if name == ATTENTION_NAME and rows != by:
+        by = f"{by or 'sdpa'}, packed rows by {rows or 'sdpa'}"
+    text = f"{name} by {by}" if by else name
+    return f"{text} ({choice.reason})" if choice.reason and name == choice.name else text
 
 
 def check_attention_trains(requested: str | None) -> None:
     """Raise `MachineError` for a kernel without a backward pass here."""
     if _ALIASES.get(requested or "", requested) == "flex_attention" and get_device_type() == "cpu":
-        raise MachineError(
-            "'flex' has no backward pass on a CPU",
-            key="model.attn_implementation",
-            way_out="Take 'sdpa', or leave it out.",
-        )
+        raise MachineError("'flex' has no backward pass on a CPU", key=_KEY, way_out="Take 'sdpa', or leave it out.")
 
 
-def _lacks(name: str) -> str:
-    """Why no device of this kind runs a kernel; empty where it can."""
-    if name in _PACKAGES and get_device_type() == "cpu":
-        return f"'{name}' does not run on a CPU"
-    return ""
+def _resolve(requested: str | None, need: Need) -> tuple[str, AttentionChoice]:
+    """What is asked for, empty where a CPU cannot run it or nothing is; and what is taken, put into force."""
+    asked, reason, device = _ALIASES.get(requested or "", requested or ""), "", device_facts()
+    if asked in OF_PACKAGES and device.kind == "cpu":
+        asked, reason = "", f"'{asked}' does not run on a CPU"
+    if asked == _FA2:
+        _check_fa2(need, device)
+    if asked in (_FA2, EAGER, "flex_attention"):
+        return asked, AttentionChoice(asked, "as configured")
+    asked_for = BY_NAME.get(asked)
+    if asked_for is not None:
+        device = _device_with(asked_for, need, device)
+    device = IN_FORCE.serve(need, device)
+    if asked_for is not None and asked_for.lacks_package(device):
+        raise _cannot_be_had(asked_for, asked_for.lacks_package(device))
+    kernel, why, install = choose_kernel(need, device)
+    name = kernel.name if kernel.name in (EAGER, "flex_attention") else "sdpa"
+    if asked:
+        reason, name = "as configured", name if asked in OF_PACKAGES else asked
+    choice = AttentionChoice(name, reason or why, install, need, device)
+    return "" if asked in OF_PACKAGES else asked, choice
 
 
-def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
-    """Raise `MachineError` for a kernel whose package is missing on CUDA, `ConfigError` for another type than bf16 or
+def _device_with(kernel: Kernel, need: Need, device: Device) -> Device:
+    """The device as if it had no package but that of the kernel asked for.
+
+    Raises:
+        MachineError: The device does not run it, or its package is not installed.
+        ConfigError: The model needs what it does not do.
+    """
+    lacks = kernel.lacks_device(device) or kernel.lacks_package(device)
+    if lacks:
+        raise _cannot_be_had(kernel, lacks)
+    refuses = kernel.refuses(need)
+    if refuses:
+        raise ConfigError(f"'{kernel.name}' {refuses}", key=_KEY, way_out=_way_out(need))
+    name = kernel.package.distribution if kernel.package else ""
+    return replace(device, installed={each: device.installed[each] for each in device.installed if each == name})
+
+
+def _cannot_be_had(kernel: Kernel, why: str) -> MachineError:
+    return MachineError(f"'{kernel.name}' cannot be had: {why}", key=_KEY, way_out="Leave it out: the best is taken.")
+
+
+def _check_fa2(need: Need, device: Device) -> None:
+    """Raise `MachineError` where the package is not installed on CUDA, `ConfigError` for another type than bf16 and
     fp16."""
-    key, device_type, package = "model.attn_implementation", get_device_type(), _PACKAGES.get(name)
-    if package is None:
-        return
-    if device_type == "cuda" and importlib.util.find_spec(package) is None:
+    if device.kind == "cuda" and FA2 not in device.installed:
         raise MachineError(
-            f"'{name}' needs the package {package}, which is not installed",
-            key=key,
-            way_out="Install it, or take 'sdpa'.",
+            f"'{_FA2}' needs the package {FA2}, which is not installed",
+            key=_KEY,
+            way_out="Install it, or leave the key out: torch brings the same kernel.",
         )
-    if param_dtype not in _HALF:
-        raise ConfigError(
-            f"'{name}' computes in bf16 or fp16 only",
-            key=key,
-            way_out="Set parallel.fsdp_plan.param_dtype: bf16, or take 'sdpa'.",
-        )
+    if "fp32" in need.asks:
+        raise ConfigError(f"'{_FA2}' computes in bf16 or fp16 only", key=_KEY, way_out=_way_out(need))
+
+
+def _way_out(need: Need) -> str:
+    return "Set parallel.fsdp_plan.param_dtype: bf16, or leave it out." if "fp32" in need.asks else "Leave it out."

@@ -18,7 +18,8 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.patterns import holding_others
 from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
-from mindspeed_mm.fsdp.ops.attention import PADDING_KEY, register_attention, without_borders
+from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME, PADDING_KEY, register_attention, without_borders
+from mindspeed_mm.fsdp.ops.attention_kernels import OF_PACKAGES
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, name_of
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
-_KNOW_BORDERS = ("mm_varlen", "flash_attention_2", "flash_attention_3")
+_KNOW_BORDERS = (ATTENTION_NAME, *OF_PACKAGES)
 """Kernels that read the borders."""
 _KEPT_APART = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "reference_sliding_attention", "minimax_m3_sparse"}
@@ -75,7 +76,7 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
 
 def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
     """Raise `ConfigError` for what `apply_packed_rows` refuses; the model stays as it is."""
-    problems = [*packing_problems(model), *attention_problems(attention)]
+    problems = [*packing_problems(model), *attention_problems(attention, model)]
     if problems:
         raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
 
@@ -138,14 +139,26 @@ def _calls_attention_interface(model: nn.Module) -> bool:
     return any(hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS") for module in modules)
 
 
-def attention_problems(requested: str | None) -> Iterator[Problem]:
-    """Why an attention kernel cannot serve packed rows."""
+def attention_problems(requested: str | None, model: nn.Module | None = None) -> Iterator[Problem]:
+    """Why an attention kernel cannot serve packed rows of a model."""
+    caps = model is not None and _is_of_transformers(model) and _caps_scores(model)
+    if caps and requested != "flash_attention_2":
+        yield Problem(
+            "the model caps the scores of attention, which 'flash_attention_2' alone does in packed rows",
+            key=_ATTENTION_KEY,
+            way_out="Take it, or set packing to false.",
+        )
+        return
     if requested is not None and requested not in _KNOW_BORDERS:
         yield Problem(
             f"'{requested}' knows no borders of documents, or makes a mask of T² entries for them",
             key=_ATTENTION_KEY,
             way_out=f"Leave it out, or take one of {', '.join(_KNOW_BORDERS)}.",
         )
+
+
+def _caps_scores(model: PreTrainedModel) -> bool:
+    return bool(attribute_at(model.config.get_text_config(), "attn_logit_softcapping"))
 
 
 def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:

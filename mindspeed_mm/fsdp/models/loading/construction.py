@@ -105,7 +105,7 @@ def construct(
     A class of a plugin is called with what its signature takes: `_from_config(config)` as well as
     `_from_config(model_args)`, `from_pretrained(folder, config=…)` as well as `from_pretrained(model_args)`.
     """
-    choice = choose_attention(model_args.attn_implementation, model_class, param_dtype=param_dtype)
+    choice = choose_attention(model_args.attn_implementation, model_class, config=config, param_dtype=param_dtype)
     options = {"dtype": master_dtype(param_dtype), "attn_implementation": choice.name}
     if _loads_itself(model_class) and not model_args.train_from_scratch:
         require_folder(model_args.model_name_or_path)

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_mm.fsdp.ops.attention_kernels import EAGER
+from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, need_of
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 NEVER = -math.inf
 """Log-sum-exp of a row without a key."""
@@ -56,16 +59,13 @@ class BlockKernel(Protocol):
 
 def kernel_for(query: Tensor, value: Tensor, *, masked: bool) -> BlockKernel:
     """The kernel for such tensors on their device: the device's own where it takes them, else the plain computation."""
-    device, width = query.device.type, query.shape[-1]
-    same_width = width == value.shape[-1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if device == "cpu" and same_width:
+    need = need_of(query, value, **{"lse": True, "key mask": masked})
+    chosen = IN_FORCE.choose(need, query.device.type)
+    if chosen.name == "cpu_parts":
         return CpuKernel()
-    if device == "cuda" and half and same_width and width <= 256 and not masked:
-        return CudaFlashKernel()
-    if device == "npu" and same_width and not masked:
+    if chosen.name == "npu_parts":
         return NpuKernel()
-    return MathKernel()
+    return MathKernel() if chosen.name == EAGER else CudaFlashKernel()
 
 
 class CpuKernel:
@@ -163,7 +163,7 @@ class MathKernel:
 
 
 class CudaFlashKernel:
-    """torch's flash kernel for CUDA in bf16 and fp16, without a mask; head widths up to 256."""
+    """The flash kernel in force on CUDA, below torch's operators: FA2, FA3 or FA4. Without a mask."""
 
     def forward(
         self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, bias: Tensor | None, *, causal: bool, scale: float

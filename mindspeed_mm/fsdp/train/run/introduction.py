@@ -56,7 +56,10 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         detail(f"{word:<6} {part}")
-    added = facts_of(whole_of(assembled.model)).added_tokens
+    facts = facts_of(whole_of(assembled.model))
+    if facts.attention is not None and facts.attention.install:
+        note(f"faster {facts.attention.install}")
+    added = facts.added_tokens
     if added is not None:
         note(f"tokens {added}")
     if config.arguments.training.lr == 0:
