@@ -268,3 +268,22 @@ class ShardedAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = [local(tensor) for tensor in tensors]
         return has_complex
+
+    def can_leave_out_on(self, device: torch.device) -> bool:
+        """Whether the device itself can leave an update out: torch's fused kernel does, where the parameters lie beside
+        what tells it to."""
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        is_beside = all(local(parameter).device == device for parameter in parameters)
+        return is_beside and all(group["fused"] for group in self.param_groups)
+
+    def step_unless(self, left_out: torch.Tensor) -> None:
+        """One update, which the device leaves out, with the count of steps, where it finds 1.0 in `left_out`.
+
+        Args:
+            left_out: 0-d, fp32, 0.0 or 1.0, on the device of the parameters; it is not read.
+        """
+        self.found_inf: torch.Tensor | None = left_out  # by this name torch looks for it, as its GradScaler sets it
+        try:
+            self.step()
+        finally:
+            del self.found_inf
