@@ -52,6 +52,14 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     ),
     "average, validated, a line every second step": ((*AVERAGE, *VALIDATED, "training.log_interval=2"), ()),
     "skipped, average": ((*SKIP, *AVERAGE, "training.save_interval=3"), (1, 3, 4)),
+    "bad samples, two epochs": (
+        (
+            "training.micro_batch_size=6",
+            "data.dataset_param.basic_parameters.on_bad_sample=skip",
+            "data.dataset_param.basic_parameters.max_bad_fraction=0.1",
+        ),
+        (),
+    ),
     "ended by patience": (
         (
             *VALIDATED,
@@ -69,7 +77,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("late")
     make_tiny_qwen3(folder / "model", attention_dropout=0.2)
-    make_rows(folder, images=(0,))
+    rows = [json.loads(line) for line in make_rows(folder, images=(0,)).read_text().splitlines()]
+    rows[3]["messages"][-1]["role"] = "nobody"
+    (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = {"train_iters": 7, "micro_batch_size": 4, "save_interval": 100, "lr_decay_style": "cosine"}
     return make_tiny_run(folder, training=training)
 
@@ -78,6 +88,8 @@ def words_of(case: str, yaml: Path) -> list[str]:
     words = list(CASES[case][0])
     if "training.val_interval=2" in words:
         words.append(f"data.dataset_param.basic_parameters.val_dataset={yaml.parent / 'rows.jsonl'}")
+    if case.startswith("bad samples"):
+        words.append(f"data.dataset_param.basic_parameters.dataset={yaml.parent / 'bad.jsonl'}")
     return words
 
 
@@ -136,6 +148,9 @@ def differing_runs(folder: Path) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_the_one_that_waits(case: str, yaml: Path, tmp_path: Path) -> None:
     assert differences(case, yaml, tmp_path) == []
+    if case.startswith("bad samples"):
+        told = [line["step"] for line in lines(tmp_path / "late" / "events.jsonl") if line["kind"] == "data"]
+        assert told == [5, 7]
     expected = {"ended by patience": 4, "average, validated, a line every second step": 5}.get(case, 7)
     assert len(losses(tmp_path / "late")) == expected
 

@@ -75,7 +75,9 @@ class LogHook(Hook):
         return False
 
     def on_step_launched(self, engine: TrainEngine) -> None:
-        """Take what is counted since the last line, before the next step adds to it."""
+        """Take what is counted since the last line, before the next step adds to it; what is noted from now on is noted
+        after this step."""
+        self._record.step = engine.iteration
         if self._has_line(engine, engine.iteration):
             self._taken = self._take()
 
@@ -213,11 +215,13 @@ class DataHook(Hook):
         return self._loader.untold_bad_samples > 0 or self._loader.position.epoch != self._epoch
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Ranks tell each other of bad samples, so that all of them stop or none; people are told when an epoch is
-        over."""
+        """Ranks tell each other of bad samples, so that all of them stop or none."""
         if result.tally.bad_samples:
             found = _bad_samples(self._over_ranks())
             self._loader.learn_bad_samples(found)
+
+    def before_next_step(self, engine: TrainEngine) -> None:
+        """Tell people when an epoch is over."""
         if self._loader.position.epoch != self._epoch:
             self._epoch = self._loader.position.epoch
             self._tell(engine)
