@@ -255,10 +255,11 @@ class TrainEngine:
         Raises:
             DivergedError: It is not finite and the policy says stop.
         """
-        launched, self.launched = self.launched, None
+        launched = self.launched
         assert launched is not None  # after `train_step`, once
         with named(ranges.READ):
             losses, norm = launched.read()
+        self.launched = None
         return self._settled(launched, losses, norm, self.data_group)
 
     def _settled(

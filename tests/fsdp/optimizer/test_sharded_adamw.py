@@ -93,10 +93,23 @@ def test_an_update_is_left_out_where_a_tensor_says_so() -> None:
             plain.step()
         after, expected = numbers_of(model, optimizer), numbers_of(other, plain)
         assert all(map(torch.equal, after, before if left_out else expected))
-    assert not hasattr(optimizer, "found_inf")
+    assert optimizer.found_inf is None
 
 
 def test_the_device_decides_only_where_its_kernel_does() -> None:
     assert small_model(fused=True)[1].can_leave_out_on(torch.device("cpu"))
     assert not small_model(fused=False)[1].can_leave_out_on(torch.device("cpu"))
     assert not small_model(fused=True)[1].can_leave_out_on(torch.device("meta"))  # the parameters are elsewhere
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_kernel_that_does_not_obey_is_found(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch._fused_adamw_
+
+    def kernel(*given: Any, found_inf: Any, **settings: Any) -> None:
+        if is_refused:
+            raise RuntimeError("found_inf is not supported")
+        real(*given, found_inf=None, **settings)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", kernel)
+    assert not small_model(fused=True)[1].can_leave_out_on(torch.device("cpu"))

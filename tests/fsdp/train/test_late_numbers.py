@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
-from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
 from mindspeed_mm.fsdp.train import train_engine
 from mindspeed_mm.fsdp.train.build_engine import why_steps_wait
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -162,20 +161,32 @@ class NothingAtOnce(LaunchedStep):
         super().__init__(**facts | {"at_once": False})
 
 
-def read_of_another(launched: LaunchedStep) -> Any:
-    """Numbers of the step before, where there is one."""
-    values, before = launched.numbers.tolist(), vars(ShardedAdamW).get("_planted", None)
-    ShardedAdamW._planted = values  # type: ignore[attr-defined]
-    *terms, norm = before or values
-    return dict(zip(launched.names, terms, strict=True)), norm
+def numbers_of_another() -> Any:
+    """A step has those of the one before it, where there is one."""
+    seen: list[list[float]] = []
+
+    def read(launched: LaunchedStep) -> Any:
+        seen.append(launched.numbers.tolist())
+        *terms, norm = seen[-2:][0]
+        return dict(zip(launched.names, terms, strict=True)), norm
+
+    return mock.patch.object(LaunchedStep, "read", read)
+
+
+REAL_UPDATE = TrainEngine._update
+
+
+def updated_always(engine: TrainEngine, norm: torch.Tensor, _left_out: torch.Tensor | None = None) -> None:
+    """An update whatever the device says."""
+    REAL_UPDATE(engine, norm)
 
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "what is not finite is applied": (
         "skipped, average",
-        lambda: mock.patch.object(ShardedAdamW, "step_unless", lambda optimizer, _: optimizer.step()),
+        lambda: mock.patch.object(TrainEngine, "_update", updated_always),
     ),
-    "a step has the numbers of another": ("saved", lambda: mock.patch.object(LaunchedStep, "read", read_of_another)),
+    "a step has the numbers of another": ("saved", numbers_of_another),
     "the last line is lost, saves are late": (
         "saved",
         lambda: mock.patch.object(train_engine, "LaunchedStep", NothingAtOnce),
@@ -204,7 +215,12 @@ def order_of(yaml: Path, *words: str, hooks: tuple[Hook, ...] = ()) -> list[str]
     """What the host does, in order: steps whose passes are launched, steps whose numbers are read, updates."""
     seen: list[str] = []
     passes, update, read = TrainEngine._forward_backward, TrainEngine._update, ArrivingNumbers.tolist
+    count = TrainEngine._tally
     numbers: dict[int, int] = {}
+
+    def tally(engine: TrainEngine, *given: Any) -> Any:
+        seen.append(f"tally {engine.iteration + 1}")
+        return count(engine, *given)
 
     def launch(engine: TrainEngine, *given: Any) -> Any:
         seen.append(f"passes {engine.iteration + 1}")
@@ -222,6 +238,7 @@ def order_of(yaml: Path, *words: str, hooks: tuple[Hook, ...] = ()) -> list[str]
 
     with (
         late_steps(),
+        mock.patch.object(TrainEngine, "_tally", tally),
         mock.patch.object(TrainEngine, "_forward_backward", launch),
         mock.patch.object(TrainEngine, "_update", updated),
         mock.patch.object(ArrivingNumbers, "tolist", reading),
@@ -232,10 +249,11 @@ def order_of(yaml: Path, *words: str, hooks: tuple[Hook, ...] = ()) -> list[str]
 
 
 def test_the_host_reads_the_step_before(yaml: Path) -> None:
+    """And counts the next step over ranks before it waits for anything."""
     assert order_of(yaml) == [
-        *("passes 1", "update 1"),
-        *("passes 2", "read 1", "update 2"),
-        *("passes 3", "read 2", "update 3", "read 3"),
+        *("tally 1", "passes 1", "update 1"),
+        *("tally 2", "passes 2", "read 1", "update 2"),
+        *("tally 3", "passes 3", "read 2", "update 3", "read 3"),
     ]
 
 
@@ -256,9 +274,9 @@ class Asks(Hook):
 def test_a_hook_that_asks_is_called_at_once(yaml: Path) -> None:
     hook = Asks()
     assert order_of(yaml, hooks=(hook,)) == [
-        *("passes 1", "update 1"),
-        *("passes 2", "read 1", "update 2", "read 2"),
-        *("passes 3", "update 3", "read 3"),
+        *("tally 1", "passes 1", "update 1"),
+        *("tally 2", "passes 2", "read 1", "update 2", "read 2"),
+        *("tally 3", "passes 3", "update 3", "read 3"),
     ]
     assert hook.seen == [(1, 1, True), (2, 2, False), (3, 3, False)]
 
@@ -277,7 +295,7 @@ class Begins(Hook):
 
 def test_who_says_nothing_is_called_at_once(yaml: Path) -> None:
     assert order_of(yaml, hooks=(Begins(),)) == order_of(yaml)
-    waits = [line for line in order_of(yaml, hooks=(Tells(),)) if not line.startswith("update")]
+    waits = [line for line in order_of(yaml, hooks=(Tells(),)) if line[:4] in ("pass", "read")]
     assert waits == ["passes 1", "read 1", "passes 2", "read 2", "passes 3", "read 3"]
 
 
