@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule
+from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule, why_steps_wait
 from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device
@@ -44,16 +44,18 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
     init_parallel_state(resolve_parallel_sizes(arguments.parallel, world_size), get_device_type())
     assembled = assemble(arguments, device)
     objective = objective_of(assembled, arguments)
+    optimizer = build_optimizer(assembled.model, arguments.training, note=print)
     return TrainEngine(
         model=assembled.model,
         objective=objective,
         forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
-        optimizer=build_optimizer(assembled.model, arguments.training, note=print),
+        optimizer=optimizer,
         schedule=build_lr_schedule(arguments.training, total_steps),
         training=arguments.training,
         device=device,
         loader=NoLoader(),
         towers=assembled.applied.towers,
+        late=device.type != "cpu" and not why_steps_wait(arguments, optimizer, None, device),
     )
 
 

@@ -115,8 +115,13 @@ def ours(clip: Clip, folder: Path) -> Iterator[Step]:
     """Our engine; noise is drawn on the host within the step, as in a run."""
     engine = build_engine(arguments(clip, folder), clip.warm_up_steps + clip.measured_steps)
     clips = [features(clip, number) for number in range(clip.warm_up_steps + clip.measured_steps)]
+
+    def step(number: int) -> float:
+        engine.train_step([clips[number]])
+        return engine.settle().loss
+
     try:
-        yield lambda number: engine.train_step([clips[number]]).loss
+        yield step
     finally:
         leave()
 

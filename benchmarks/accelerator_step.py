@@ -23,7 +23,7 @@ from benchmarks.accelerator_sizes import Attempt  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
 from mindspeed_mm.fsdp.params.argument import Arguments  # noqa: E402
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops  # noqa: E402
-from mindspeed_mm.fsdp.train.train_engine import TrainEngine  # noqa: E402
+from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine  # noqa: E402
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device, peak_memory_bytes  # noqa: E402
 
 CONVENTION = (
@@ -39,7 +39,7 @@ def main(attempt: Attempt, folder: Path, peak: float | None, sections: dict[str,
     engine = build_engine(arguments(attempt, folder, sections), attempt.warm_up_steps + attempt.measured_steps)
     ready_s = time.perf_counter() - began
     multiplied = sum(p.numel() for p in engine.model.parameters())
-    losses = [engine.train_step(batches(attempt, step)).loss for step in range(attempt.warm_up_steps)]
+    losses = losses_of(engine, [batches(attempt, step) for step in range(attempt.warm_up_steps)])
     ahead = [batches(attempt, attempt.warm_up_steps + step) for step in range(attempt.measured_steps)]
     step_s = timed(engine, ahead, losses) / attempt.measured_steps
     if not all(map(math.isfinite, losses)):
@@ -144,8 +144,28 @@ def packed(batch: Batch) -> Batch:
 def timed(engine: TrainEngine, steps: list[list[Batch]], losses: list[float]) -> float:
     """Seconds of these steps: between device events where there is a device, on the host's clock otherwise."""
     stop = clock(engine.device)
-    losses += [engine.train_step(step).loss for step in steps]
+    losses += losses_of(engine, steps)
     return stop()
+
+
+class KeptLosses(Hook):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Keep it."""
+        self.losses.append(result.loss)
+
+
+def losses_of(engine: TrainEngine, steps: list[list[Batch]]) -> list[float]:
+    """Losses of these steps; as in a run, each is read when the next step is launched."""
+    kept = KeptLosses()
+    engine.hooks = [kept]
+    for step in steps:
+        engine.train_step(step)
+    return [*kept.losses, engine.settle().loss]
 
 
 def clock(device: torch.device) -> Any:

@@ -238,7 +238,8 @@ def train_step(
     training = live_trainer("train_step").arguments.training
     numbers = range(training.gradient_accumulation_steps)
     given = [as_batch(next(data_iterator), number, training.micro_batch_size) for number in numbers]
-    result = engine.train_step(given)
+    engine.train_step(given)
+    result = engine.settle()
     for function in call_backs or ():
         function(engine.model)
     return reported(objective.take_reports(), engine.all_ranks), int(bool(result.skipped)), result.grad_norm, None

@@ -261,6 +261,9 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     kind = "AdamW"
+    found_inf: torch.Tensor | None = None
+    """While an update is made: whether the device leaves it out. By this name torch looks for it; its GradScaler sets
+    it."""
 
     def _init_group(self, group: Group, *lists: list[torch.Tensor]) -> bool:
         """torch's own, which fills the lists that one update works on: parameters, gradients, states."""
@@ -268,3 +271,36 @@ class ShardedAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = [local(tensor) for tensor in tensors]
         return has_complex
+
+    def can_leave_out_on(self, device: torch.device) -> bool:
+        """Whether the device itself can leave an update out: torch's fused kernel does, where the parameters lie beside
+        what tells it to. It is tried on one number, for which the host waits: a backend's kernel may not know of it."""
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        is_beside = all(local(parameter).device == device for parameter in parameters)
+        return is_beside and all(group["fused"] for group in self.param_groups) and _kernel_leaves_out(device)
+
+    def step_unless(self, left_out: torch.Tensor) -> None:
+        """One update, which the device leaves out, with the count of steps, where it finds 1.0 in `left_out`.
+
+        Args:
+            left_out: 0-d, fp32, 0.0 or 1.0, on the device of the parameters; it is not read.
+        """
+        self.found_inf = left_out
+        try:
+            self.step()
+        finally:
+            self.found_inf = None
+
+
+def _kernel_leaves_out(device: torch.device) -> bool:
+    """Whether the fused kernel of a device does nothing when it is told so."""
+    if device.type == "meta":
+        return False
+    parameter = torch.nn.Parameter(torch.ones(1, device=device))
+    parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer = ShardedAdamW([parameter], lr=0.1, fused=True)
+    try:
+        optimizer.step_unless(torch.ones((), device=device))
+    except (RuntimeError, TypeError):  # it refuses the argument
+        return False
+    return parameter.tolist() == [1.0] and float(optimizer.state[parameter]["step"]) == 0

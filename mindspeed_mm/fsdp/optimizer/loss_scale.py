@@ -4,6 +4,8 @@ divided after it. A step whose gradients overflow is left out."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_mm.core.counts import is_count
@@ -34,6 +36,22 @@ class LossScale:
     def can_fall(self) -> bool:
         """Whether a smaller scale is still to be tried."""
         return self.value > self.least
+
+    def can_explain(self, losses: Iterable[float]) -> bool:
+        """Whether a step that is not finite is one of a scale that was too large, on whatever rank: the losses are
+        numbers, and a smaller scale can be tried."""
+        return self.can_fall and all(map(math.isfinite, losses))
+
+    def after_step(self, step: int, *, overflowed: bool) -> str:
+        """Go on after a step; returns why it was left out, if it was."""
+        before = self.value
+        self.update(overflowed=overflowed)
+        if not overflowed:
+            return ""
+        return (
+            f"step {step}: gradients overflowed in fp16 and were left out; the loss scale falls from {before:g} to "
+            f"{self.value:g}"
+        )
 
     def update(self, *, overflowed: bool) -> None:
         """After a step: halve it when gradients overflowed, double it after `window` steps in which none did."""

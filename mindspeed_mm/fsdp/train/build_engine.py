@@ -17,11 +17,13 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
+from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
+from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.memory.advice import memory_report
@@ -101,7 +103,29 @@ def build_engine(
         autopsy=partial(memory_report, arguments, job.world_size, job.device.type),
         meter=assembled.utilisation.meter,
         loss_scale=build_loss_scale(arguments),
+        late=job.device.type != "cpu" and not why_steps_wait(arguments, optimizer, ema, job.device),
     )
+
+
+def why_steps_wait(
+    arguments: Arguments, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device
+) -> str:
+    """Why the host must know the numbers of each step before it goes on, for which it waits on an accelerator; empty
+    where it need not.
+
+    Args:
+        arguments: The whole configuration.
+        optimizer: Over the trainable parameters.
+        ema: The average of the weights, where one is kept.
+        device: Where steps are computed.
+    """
+    if not (isinstance(optimizer, ShardedAdamW) and optimizer.can_leave_out_on(device)):
+        return f"{kind_of(optimizer)} as it is configured cannot leave out an update on the device"
+    if build_loss_scale(arguments) is not None:
+        return "the next step needs its loss scale"
+    if draws_samples(arguments) or (ema is not None and not ema.is_result):
+        return "the next step needs a policy that follows it"
+    return ""
 
 
 def continue_from(engine: TrainEngine, state: LoopState, arguments: Arguments, job: Job) -> None:

@@ -1,7 +1,11 @@
-"""The training loop: one optimizer step after another, with one host synchronisation each.
+"""The training loop: one optimizer step after another.
 
 The engine knows no model family and no plan. It asks the objective what to count and to sum, the plan's appliers have
 already decided where everything lives, and hooks do what is not the step itself: log, validate, save.
+
+With `late`, the host does not wait for the step that it has just launched. The device itself leaves out an update that
+is not finite; the host reads a step's numbers when the forward and backward passes of the next one are launched, and
+before its update is. So weights, averages and counters are still those after the step when its hooks are called.
 """
 
 from __future__ import annotations
@@ -11,84 +15,50 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import DivergedError, MMError
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.preload import moved
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
-from mindspeed_mm.fsdp.loss.objectives import Objective, Terms, is_measured
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
+from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscale_grads_
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_model, explained_step, sample_ids, shortened
+from mindspeed_mm.fsdp.train.hook import Hook, StepResult
+from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_model, explained_step, sample_ids
 from mindspeed_mm.fsdp.train.run.job import Phase, without_limit
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward, add_terms
+from mindspeed_mm.fsdp.train.step.launched import (
+    LaunchedStep,
+    left_out_on_device,
+    over_ranks,
+    skipped_or_stopped,
+)
 from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.utils import ranges
+from mindspeed_mm.fsdp.utils.device import ArrivingNumbers
 from mindspeed_mm.fsdp.utils.ranges import named
 
-Item = TypeVar("Item")
+__all__ = ["Hook", "StepLoader", "StepResult", "TrainEngine", "move"]
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step was; losses and norm are global."""
-
-    step: int
-    losses: dict[str, float]
-    grad_norm: float
-    lr: float
-    tally: Tally
-    seconds: float
-    data_seconds: float
-    skipped: str = ""
-    """Why the step was not applied, with rank and samples; empty when it was."""
-    validation: Mapping[str, float] = field(default_factory=dict)
-    """What a validation after this step measured, `val_loss` first; empty when there was none. Filled in for functions
-    that are called after the step."""
-    loss_scale: float | None = None
-    """What the loss was multiplied by for the backward pass; None where gradients need none."""
-
-    @property
-    def loss(self) -> float:
-        """Sum of all terms that are minimised."""
-        return sum(value for name, value in self.losses.items() if not is_measured(name))
-
-
-class Hook:
-    """Something that happens around steps. Every method is optional."""
-
-    def on_train_begin(self, engine: TrainEngine) -> None:
-        """Called once when training begins, before the first step of this start."""
-
-    def on_gradients(self, engine: TrainEngine, norm: torch.Tensor) -> None:
-        """Between the backward passes of a step and its update: gradients are whole and not clipped, `norm` is
-        theirs."""
-
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Called after each optimizer step with its result, also where the update was skipped."""
-
-    def on_train_end(self, engine: TrainEngine) -> None:
-        """After the last step, or after a stop that was asked for."""
-
-    def on_failure(self, engine: TrainEngine) -> None:
-        """Training ends with an error: finish what was begun and let go of what is held."""
-        self.on_train_end(engine)
+LAST_NUMBERS_S = 10.0
+"""How long a run that ends by an error waits for the numbers of the step before."""
 
 
 class StepLoader(Protocol):
@@ -136,6 +106,7 @@ class TrainEngine:
         autopsy: Asked when memory does not suffice.
         meter: Counts the FLOPs of micro-batches.
         loss_scale: Of gradients in fp16; None: the others need none.
+        late: Let the device decide on updates, and read a step's numbers when the next one is launched.
         hooks: Called around steps, in this order.
     """
 
@@ -161,6 +132,7 @@ class TrainEngine:
     autopsy: Autopsy | None = None
     meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
     loss_scale: LossScale | None = None
+    late: bool = False
     hooks: list[Hook] = field(default_factory=list)
     stop_wanted: bool = False
     """Whether a hook has asked for an end."""
@@ -178,6 +150,8 @@ class TrainEngine:
     """Samples trained on, of all ranks."""
     skipped_in_a_row: int = 0
     """Steps that were not applied, up to the latest one."""
+    launched: LaunchedStep | None = None
+    """The step whose numbers are not read yet."""
 
     @property
     def last_step(self) -> int:
@@ -198,9 +172,12 @@ class TrainEngine:
                 hook.on_train_begin(self)
             self._run(iter(self.loader))
         except BaseException:
-            for hook in self.hooks:
-                with suppress(MMError):  # what went wrong first is what is raised
-                    hook.on_failure(self)
+            try:
+                self._tell_last()
+            finally:
+                for hook in self.hooks:
+                    with suppress(MMError):  # what went wrong first is what is raised
+                        hook.on_failure(self)
             raise
         for hook in self.hooks:
             hook.on_train_end(self)
@@ -213,52 +190,125 @@ class TrainEngine:
                 with named(ranges.DATA_WAIT):
                     micro_batches = next(steps)
                 waited = time.perf_counter() - started
-                result = self.train_step(micro_batches, data_seconds=waited)
+                if self.launched is not None and not self.launched.numbers.are_there():
+                    waited = 0.0  # the device was still at work
+                launched = self.train_step(micro_batches, data_seconds=waited)
+                result = self.settle() if launched.at_once else None
             for hook in self.hooks:
-                hook.on_step_end(self, result)
+                hook.on_step_launched(self)
+            if result is not None:
+                self._tell(result)
+            for hook in self.hooks:
+                hook.before_next_step(self)
 
-    def train_step(self, micro_batches: Sequence[Batch], data_seconds: float = 0.0) -> StepResult:
-        """One optimizer step. `micro_batches` are this rank's; what the objective counts in them is summed over all
-        ranks first, so that each loss term has one denominator."""
-        started = time.perf_counter()
+    def train_step(self, micro_batches: Sequence[Batch], data_seconds: float = 0.0) -> LaunchedStep:
+        """Launch one optimizer step; `settle` says what it was. `micro_batches` are this rank's; what the objective
+        counts in them is summed over all ranks first, so that each loss term has one denominator."""
+        began = time.perf_counter() - data_seconds
+        step = self.iteration + 1
         with named(ranges.PREPARE):
             prepared = [self.objective.prepare(batch) for batch in micro_batches]
-            tally = self._tally(prepared)
+            asks = not self.late or any(hook.is_called_at_once(self, step) for hook in self.hooks)
+            tally = self._tally(prepared, asks)
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
-        with explained_step(prepared, self.iteration + 1, self.rank, self.autopsy):
+        with explained_step(prepared, step, self.rank, self.autopsy):
             local_losses = self._forward_backward(prepared, tally)
             with named(ranges.CLIP):
                 norm = self._norm()
+            if self.launched is not None:  # the step before: all that is of it comes before this one's update
+                self._tell(self.settle())
+                began = time.perf_counter()
             for hook in self.hooks:
                 hook.on_gradients(self, norm)
-            with named(ranges.READ):
-                losses, grad_norm_value = self._read_together(local_losses, norm)
-            finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
-            if finite:
-                self._update(norm)
+            numbers = self._numbers(local_losses, norm)
+            launched = self.launched = LaunchedStep(
+                step=step,
+                names=sorted(local_losses),
+                numbers=ArrivingNumbers(numbers),
+                local_losses=local_losses,
+                samples=sample_ids(prepared),
+                lr=lr,
+                tally=tally,
+                began=began,
+                data_seconds=data_seconds,
+                loss_scale=self.loss_scale.value if self.loss_scale is not None else None,
+                at_once=tally.at_once or tally.stop_requested or step == self.last_step,
+            )
+            if self.late:
+                self._update(norm, left_out_on_device(numbers))
+            else:
+                with named(ranges.READ):
+                    is_finite = all(map(math.isfinite, launched.numbers.tolist()))
+                if is_finite:
+                    self._update(norm)
         self.optimizer.zero_grad()
-        self.iteration += 1
+        self.iteration = step
         self.consumed_samples += tally.samples
         self.stopping = tally.stop_requested
-        scale = self.loss_scale.value if self.loss_scale is not None else None  # as it was in this step
-        if finite or self._is_loss_scale_overflow(losses):
-            skipped = self._rescale(overflowed=not finite)
+        return launched
+
+    def settle(self) -> StepResult:
+        """Read the numbers of the step that was launched last, and do what follows from them: its part in the average
+        of the weights, the loss scale, the policy for steps that are not finite.
+
+        Raises:
+            DivergedError: It is not finite and the policy says stop.
+        """
+        launched = self.launched
+        assert launched is not None  # after `train_step`, once
+        with named(ranges.READ):
+            losses, norm = launched.read()
+        self.launched = None
+        return self._settled(launched, losses, norm, self.data_group)
+
+    def _settled(
+        self, launched: LaunchedStep, losses: dict[str, float], norm: float, group: dist.ProcessGroup | None
+    ) -> StepResult:
+        finite = all(map(math.isfinite, (*losses.values(), norm)))
+        if finite and self.ema is not None:
+            self.ema.update(launched.step)
+        scale, skipped = self.loss_scale, ""
+        if finite or (scale is not None and scale.can_explain(losses.values())):
+            if scale is not None:
+                skipped = scale.after_step(launched.step, overflowed=not finite)
             self.skipped_in_a_row = 0
         else:
-            skipped = self._skip_or_stop(losses, grad_norm_value, local_losses, prepared)
+            skipped = skipped_or_stopped(
+                launched,
+                losses,
+                norm,
+                over_ranks(launched, self.rank, group),
+                self.training,
+                skipped_before=self.skipped_in_a_row,
+            )
             self.skipped_in_a_row += 1
         return StepResult(
-            step=self.iteration,
+            step=launched.step,
             losses=losses,
-            grad_norm=grad_norm_value,
-            lr=lr,
-            tally=tally,
-            seconds=time.perf_counter() - started + data_seconds,
-            data_seconds=data_seconds,
+            grad_norm=norm,
+            lr=launched.lr,
+            tally=launched.tally,
+            seconds=time.perf_counter() - launched.began,
+            data_seconds=launched.data_seconds,
             skipped=skipped,
-            loss_scale=scale,
+            loss_scale=launched.loss_scale,
         )
+
+    def _tell(self, result: StepResult) -> None:
+        for hook in self.hooks:
+            hook.on_step_end(self, result)
+
+    def _tell_last(self) -> None:
+        """Training ends with an error: what the step before it was, where the device still says so. The other ranks are
+        not asked, since they may not be there."""
+        launched, self.launched = self.launched, None
+        if launched is None or launched.step != self.iteration:
+            return
+        with suppress(RuntimeError):  # of a device that is broken
+            if launched.numbers.come_within(LAST_NUMBERS_S):
+                losses, norm = launched.read()
+                self._tell(self._settled(launched, losses, norm, group=None))
 
     def stop(self, *, together: bool = False) -> None:
         """End the run after this step and save; for hooks. Several ranks end after the next step, in which they agree
@@ -321,8 +371,8 @@ class TrainEngine:
                 with explained_model(prepared, f"the validation after step {self.iteration}", self.rank):
                     add_terms(sums, self.forward_backward.evaluate(own))
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
-        losses, _ = self._read_together(means, torch.zeros((), device=self.device))
-        return losses
+        *losses, _ = self._numbers(means, torch.zeros((), device=self.device)).tolist()
+        return dict(zip(sorted(means), losses, strict=True))
 
     def _forward_backward(self, prepared: Sequence[Batch], tally: Tally) -> Terms:
         """Gradients, and this rank's share of each normalised term. A loss scale is a part of the denominators."""
@@ -335,25 +385,6 @@ class TrainEngine:
         unscale_grads_(self.model.parameters(), scale)
         return {name: value / scale for name, value in scaled.items()}
 
-    def _is_loss_scale_overflow(self, losses: dict[str, float]) -> bool:
-        """Whether a step that is not finite is one of a loss scale that was too large, on whatever rank: the loss is a
-        number, and a smaller scale can be tried."""
-        can_fall = self.loss_scale is not None and self.loss_scale.can_fall
-        return can_fall and all(map(math.isfinite, losses.values()))
-
-    def _rescale(self, *, overflowed: bool) -> str:
-        """Let the loss scale go on; why the step was left out, if it was."""
-        if self.loss_scale is None:
-            return ""
-        before = self.loss_scale.value
-        self.loss_scale.update(overflowed=overflowed)
-        if not overflowed:
-            return ""
-        return (
-            f"step {self.iteration}: gradients overflowed in fp16 and were left out; the loss scale falls from "
-            f"{before:g} to {self.loss_scale.value:g}"
-        )
-
     def own(self, prepared: Batch) -> Batch:
         """What this rank computes of a prepared micro-batch, on its device. Counted was the whole of it."""
         with named(ranges.TO_DEVICE):
@@ -361,74 +392,45 @@ class TrainEngine:
                 prepared = self.context.split(prepared)
             return move(prepared, self.device)
 
-    def _tally(self, prepared: Sequence[Batch]) -> Tally:
+    def _tally(self, prepared: Sequence[Batch], at_once: bool = False) -> Tally:
         """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
         the device is not waited for."""
         stop = self.stop_wanted or (self.stop_signal is not None and self.stop_signal.requested)
         towers = self.towers.present(prepared) if self.towers else {}
-        tally = Tally.of(self.objective, prepared, stop, towers, self.loader.untold_bad_samples, self.meter)
+        untold = self.loader.untold_bad_samples
+        tally = Tally.of(self.objective, prepared, stop, towers, untold, self.meter, at_once)
         if self.all_ranks is not None:
             tally = tally.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])
         return tally
 
-    def _read_together(self, local_losses: Terms, norm: torch.Tensor) -> tuple[dict[str, float], float]:
-        """The step's one host synchronisation: losses summed over ranks, and the norm."""
-        names = sorted(local_losses)
-        numbers = torch.stack([local_losses[name] for name in names])
+    def _numbers(self, local_losses: Terms, norm: torch.Tensor) -> torch.Tensor:
+        """Losses summed over ranks, in the order of their names, and the norm; nothing is waited for."""
+        numbers = torch.stack([local_losses[name] for name in sorted(local_losses)])
         if self.data_group is not None:
             dist.all_reduce(numbers, group=self.data_group)
         if self.context is not None:
             self.context.sum_losses(numbers)
-        *losses, norm_value = torch.cat([numbers, norm.to(numbers.dtype).reshape(1)]).tolist()
-        return dict(zip(names, losses, strict=True)), norm_value
+        return torch.cat([numbers, norm.to(numbers.dtype).reshape(1)])
 
     def _norm(self) -> torch.Tensor:
         if self.pipeline is None:
             return grad_norm(self.model.parameters())
         return grad_norm(self.pipeline.counted_parameters(), self.pipeline.group)
 
-    def _update(self, norm: torch.Tensor) -> None:
+    def _update(self, norm: torch.Tensor, left_out: torch.Tensor | None = None) -> None:
+        """Clip, and step; `left_out` lets the device leave it out."""
         if self.training.clip_grad > 0:
             with named(ranges.CLIP):
                 foreach = self.training.clip_grad_foreach
                 clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=foreach)
         with named(ranges.OPTIMIZER):
-            self.optimizer.step()
-            if self.ema is not None:
-                self.ema.update(self.iteration + 1)
-
-    def _skip_or_stop(
-        self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]
-    ) -> str:
-        """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
-        is_finite = all(math.isfinite(float(value)) for value in local_losses.values())
-        ranks = self._gather((self.rank, is_finite, sample_ids(prepared)))
-        # Where all losses are finite, it may be the gradient of any rank.
-        suspects = [each for each in ranks if not each[1]] or ranks
-        where = "; ".join(f"rank {rank}: samples {shortened(samples)}" for rank, _, samples in suspects[:8])
-        what = f"step {self.iteration} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
-        key, way_out = "training.on_nonfinite", "Look at these samples and lower training.lr"
-        if self.loss_scale is not None:
-            way_out += ", or compute in bf16 (parallel.fsdp_plan.param_dtype)"
-        if self.training.on_nonfinite != "skip":
-            way_out += ", or set training.on_nonfinite=skip"
-        elif self.skipped_in_a_row < self.training.max_skipped_steps:
-            return f"{what} and was skipped; {where}"
-        else:
-            key = "training.max_skipped_steps"
-            way_out = f"{self.skipped_in_a_row} steps in a row were skipped before it. {way_out}"
-        raise DivergedError(
-            f"{what}; the weights are those of the step before", where=where, key=key, way_out=f"{way_out}."
-        )
-
-    def _gather(self, item: Item) -> list[Item]:
-        if self.data_group is None:
-            return [item]
-        gathered = [item] * dist.get_world_size(self.data_group)
-        dist.all_gather_object(gathered, item, group=self.data_group)
-        return gathered
+            if left_out is None:
+                self.optimizer.step()
+            else:
+                assert isinstance(self.optimizer, ShardedAdamW)  # the only one that `late` stands for
+                self.optimizer.step_unless(left_out)
 
 
 def move(batch: Batch, device: torch.device) -> Batch:

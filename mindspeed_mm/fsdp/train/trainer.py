@@ -30,7 +30,14 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.build_engine import TOTAL_STEPS, build_average, build_engine, continue_from, jump_of_rate
+from mindspeed_mm.fsdp.train.build_engine import (
+    TOTAL_STEPS,
+    build_average,
+    build_engine,
+    continue_from,
+    jump_of_rate,
+    why_steps_wait,
+)
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family, family_of
 from mindspeed_mm.fsdp.train.hooks.build import CallbackHook, build_hooks
@@ -170,6 +177,7 @@ class Trainer:
             return None
         engine, parts = self._build(job, record, data, loader, resume, total_steps)
         engine.hooks = [*self._build_hooks(parts), *self.hooks, summary_hook(parts)]
+        self._note_waits(engine, record)
         verbose = self.options.verbose or self.options.dry_run
         introduce(record.progress, self.config, parts.assembled, loader, engine, job.state, verbose=verbose)
         if self.options.dry_run:
@@ -294,6 +302,19 @@ class Trainer:
         line = jump_of_rate(resume.checkpoint.context, engine.iteration, engine.schedule, self.arguments.training)
         if line:
             record.note(f"{WARNING}{line}")
+
+    def _note_waits(self, engine: TrainEngine, record: RunRecord) -> None:
+        """Say why the host waits for every step, where it does. On a CPU there is nothing to wait for."""
+        if engine.device.type == "cpu":
+            return
+        reason = why_steps_wait(self.arguments, engine.optimizer, engine.ema, engine.device)
+        first = engine.iteration + 1
+        if not reason and first + 1 < engine.last_step:
+            for hook in engine.hooks:
+                if hook.is_called_at_once(engine, first) and hook.is_called_at_once(engine, first + 1):
+                    reason = f"{type(hook).__name__} asks for its numbers"
+        if reason:
+            record.note(f"the host waits for every step to end before it launches the next one: {reason}")
 
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         return build_hooks(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -258,6 +259,42 @@ class CopyStream:
         """Let the computation go on once the queue is empty; the host does not wait."""
         if self._queue is not None:
             torch.accelerator.current_stream(self._queue.device).wait_stream(self._queue)
+
+
+class ArrivingNumbers:
+    """A few numbers on their way to the host; what is queued on the device after them is not waited for. On a CPU they
+    are there.
+
+    Args:
+        numbers: A small tensor that nothing writes to any more.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._host = numbers
+        self._arrived: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.accelerator.current_stream(numbers.device).record_event()
+
+    def are_there(self) -> bool:
+        """Whether reading them would not wait."""
+        return self._arrived is None or self._arrived.query()
+
+    def come_within(self, limit_s: float) -> bool:
+        """Wait until they are there, so many seconds at most; whether they are."""
+        end = time.monotonic() + limit_s
+        while not self.are_there() and time.monotonic() < end:
+            time.sleep(0.005)
+        return self.are_there()
+
+    def tolist(self) -> list[float]:
+        """The numbers, when they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        found: list[float] = self._host.tolist()
+        return found
 
 
 def memory_room_bytes(share: float) -> int:

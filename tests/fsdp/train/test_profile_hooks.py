@@ -229,7 +229,7 @@ def test_bad_requests_are_one_warning_each_and_a_touch_is_a_request(
         assert said.count(words) == 1, words
     assert said.count("will be recorded") == 1
     (trace,) = (tmp_path / "run" / "profiling").iterdir()
-    assert trace.name == "rank0_step13-13.trace.json.gz"
+    assert trace.name == "rank0_step12-12.trace.json.gz"
 
 
 def test_ranks_that_see_a_request_at_different_steps_begin_at_the_same(tmp_path: Path) -> None:

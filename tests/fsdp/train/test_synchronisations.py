@@ -19,7 +19,7 @@ from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
-OURS = {"train_engine:_read_together": 1}
+OURS = {"device:tolist": 1}
 BASIC = "data.dataset_param.basic_parameters"
 PACKING = (f"{BASIC}.packing=true", f"{BASIC}.cutoff_len=128", "training.micro_batch_size=1")
 VISION = {

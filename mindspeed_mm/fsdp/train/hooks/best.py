@@ -132,6 +132,10 @@ class BestHook(Hook):
             self._make_up(engine, step)
         self._stop_if_patience_is_over(engine)
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """Where something is measured, which is done at once."""
+        return any(hook.is_due(engine, step) for hook in self._measuring)
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Look at what was measured after this step."""
         if engine.validated_step != result.step:

@@ -135,6 +135,10 @@ class ValidationHook(Hook):
         is_last = step == engine.schedule.total_steps
         return is_last or (step % self._interval == 0 and not engine.stopping)
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """What is measured are the weights after a step."""
+        return self.is_due(engine, step)
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Validate when it is time."""
         if self.is_due(engine, result.step):
@@ -181,7 +185,7 @@ class CompileHook(Hook):
         """Graphs of a run before this one in the same process do not count."""
         self._count = GraphCount()
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """One line when the first steps are done, another when too much is compiled again."""
         self._steps += 1
         if self._steps == SETTLED_STEPS:
@@ -212,7 +216,7 @@ class ScalesHook(Hook):
         """Those of the weights that the run starts with."""
         find_scales(engine.model)
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """Those of the new weights."""
         find_scales(engine.model)
 
@@ -237,9 +241,9 @@ class GarbageCollectionHook(Hook):
         gc.disable()
         gc.collect()
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """Collect the young generation when it is time."""
-        if result.step % self._interval == 0:
+        if engine.iteration % self._interval == 0:
             gc.collect(1)
 
     def on_train_end(self, engine: TrainEngine) -> None:

@@ -84,11 +84,15 @@ class CheckpointHook(Hook):
         self.saved_step = 0
         """The step whose save was begun last."""
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """What is saved is the state after a step, and its line is in the log before."""
+        interval = self._training.save_interval
+        return (interval > 0 and step % interval == 0) or step == engine.last_step
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Save when it is time."""
-        interval = self._training.save_interval
         by_signal = engine.stopping and self._training.save_on_signal
-        if (interval and result.step % interval == 0) or result.step == engine.last_step or by_signal:
+        if self.is_called_at_once(engine, result.step) or by_signal:
             self._save(engine)
 
     def on_train_end(self, engine: TrainEngine) -> None:

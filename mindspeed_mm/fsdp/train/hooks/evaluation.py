@@ -195,6 +195,10 @@ class EvaluationHook(Hook):
         with engine.phase("reading the held-out questions", engine.training.setup_timeout_s):
             self._ranks.together("reading the held-out questions", self._read_all)
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """What is measured are the weights after a step."""
+        return self.is_due(engine, step)
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Evaluate when it is time."""
         if self.is_due(engine, result.step):

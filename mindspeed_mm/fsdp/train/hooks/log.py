@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -61,24 +62,47 @@ class LogHook(Hook):
         self._record = record
         self._interval = log_interval
         self._window: list[StepResult] = []
+        self._taken: _TakenNumbers | None = None
+        """For the line of the step that was launched last, where it has one."""
         self._begun, self._first_step = time.perf_counter(), 0
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Start the clock of the time left."""
         self._begun, self._first_step = time.perf_counter(), engine.iteration
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """A line may come late: what the next step changes is taken before."""
+        return False
+
+    def on_step_launched(self, engine: TrainEngine) -> None:
+        """Take what is counted since the last line, before the next step adds to it; what is noted from now on is noted
+        after this step."""
+        self._record.step = engine.iteration
+        if self._has_line(engine, engine.iteration):
+            self._taken = self._take()
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Log the window of steps since the last line."""
         self._window.append(result)
         if result.skipped:
             self._record.note(f"warning: {result.skipped}", result.step)
-        last = result.step == engine.last_step or engine.stopping
-        if result.step % self._interval and not last and result.step != self._first_step + 1:
-            return
-        self._log(engine, result)
+        if self._has_line(engine, result.step):
+            self._log(engine, result)
+
+    def _has_line(self, engine: TrainEngine, step: int) -> bool:
+        last = step == engine.last_step or engine.stopping
+        return last or step % self._interval == 0 or step == self._first_step + 1
+
+    def _take(self) -> _TakenNumbers:
+        return _TakenNumbers(
+            media=self._media.take_metrics() if self._media is not None else {},
+            memory=_peak_memory(),
+            loader=self._loader.take_metrics() if self._loader is not None else {},
+        )
 
     def _log(self, engine: TrainEngine, result: StepResult) -> None:
-        metrics = self._summary(engine, result)
+        taken, self._taken = self._taken or self._take(), None
+        metrics = self._summary(engine, result, taken)
         self._window.clear()
         self._record.progress.step(metrics, engine.last_step, engine.schedule.total_steps)
         self._record.metrics(metrics)
@@ -93,7 +117,7 @@ class LogHook(Hook):
         """Take the progress bar away; steps since the last line are not logged."""
         self._record.progress.end_steps()
 
-    def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, float]:
+    def _summary(self, engine: TrainEngine, result: StepResult, taken: _TakenNumbers) -> dict[str, float]:
         seconds = data_seconds = 0.0
         tokens = slots = samples = label_tokens = 0
         for each in self._window:
@@ -107,9 +131,7 @@ class LogHook(Hook):
         # By the wall clock: validation and saves are part of the time left, though not of a step's.
         pace = (time.perf_counter() - self._begun) / done
         # The order of the names is that of the table and of the records.
-        metrics = {"step": result.step, "loss": result.loss, **_terms(result)}
-        if self._media is not None:
-            metrics |= self._media.take_metrics()
+        metrics = {"step": result.step, "loss": result.loss, **_terms(result), **taken.media}
         metrics |= {"grad_norm": result.grad_norm, "lr": result.lr}
         if result.loss_scale is not None:
             metrics["loss_scale"] = result.loss_scale
@@ -120,13 +142,12 @@ class LogHook(Hook):
         }
         metrics |= self._use_of_devices(seconds)
         metrics["data_share"] = data_seconds / seconds
-        metrics |= _peak_memory()
+        metrics |= taken.memory
         metrics["tokens"] = tokens
         if slots:
             metrics["useful"] = tokens / slots
-        if self._loader is not None:
-            metrics |= self._loader.take_metrics()
         return metrics | {
+            **taken.loader,
             "label_tokens": label_tokens,
             "samples": samples,
             "global_batch": result.tally.samples,
@@ -138,6 +159,14 @@ class LogHook(Hook):
         if self._utilisation is None:
             return {}
         return self._utilisation.metrics([result.tally.flops for result in self._window], seconds)
+
+
+class _TakenNumbers(NamedTuple):
+    """What is counted from line to line, and not step by step."""
+
+    media: dict[str, float]
+    memory: dict[str, float]
+    loader: dict[str, float]
 
 
 def _terms(result: StepResult) -> dict[str, float]:
@@ -181,12 +210,18 @@ class DataHook(Hook):
         self._loader, self._group, self._record = loader, group, record
         self._epoch = loader.position.epoch
 
+    @override
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        return self._loader.untold_bad_samples > 0 or self._loader.position.epoch != self._epoch
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Ranks tell each other of bad samples, so that all of them stop or none; people are told when an epoch is
-        over."""
+        """Ranks tell each other of bad samples, so that all of them stop or none."""
         if result.tally.bad_samples:
             found = _bad_samples(self._over_ranks())
             self._loader.learn_bad_samples(found)
+
+    def before_next_step(self, engine: TrainEngine) -> None:
+        """Tell people when an epoch is over."""
         if self._loader.position.epoch != self._epoch:
             self._epoch = self._loader.position.epoch
             self._tell(engine)
@@ -269,6 +304,10 @@ class SummaryHook(Hook):
     @override
     def on_train_begin(self, engine: TrainEngine) -> None:
         self._began = time.monotonic()
+
+    @override
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        return False
 
     @override
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.tools.memory_profiler import MemoryProfiler, idle_setting
 from mindspeed_mm.fsdp.tools.profile_request import REQUEST_FILE, ProfileRequest, read_request
 from mindspeed_mm.fsdp.tools.recorder import Recorder, Window, check_settings
 from mindspeed_mm.fsdp.train.run.parts import RunParts
-from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
+from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 
 Note = Callable[[str], None]
 
@@ -118,10 +118,10 @@ class MemoryProfileHook(Hook):
         self._is_due = check_reached(self._first, self._end_step, engine, "tools.memory_profile", self._note)
         self._begin(engine)
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """Begin or end when it is time."""
-        if self._profiler is not None and result.step >= self._end_step - 1:
-            self._end(result.step)
+        if self._profiler is not None and engine.iteration >= self._end_step - 1:
+            self._end(engine.iteration)
         self._begin(engine)
 
     def on_train_end(self, engine: TrainEngine) -> None:
@@ -207,7 +207,7 @@ class _TimeHook(Hook):
         self._window: Window | None = None
         self._recorder: Recorder | None = None
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """Go on with what is recorded, or begin when it is time."""
         if self._recorder is not None and not self._recorder.step():
             self._end()
@@ -296,14 +296,14 @@ class DynamicProfileHook(_TimeHook):
         self._seen = self._stamp()
         self._note(f"profile: write or touch {self._request} to record steps")
 
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def before_next_step(self, engine: TrainEngine) -> None:
         """Look for a request, then as always."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
             if stamp is not None:
                 self._take(engine)
-        super().on_step_end(engine, result)
+        super().before_next_step(engine)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:

@@ -94,10 +94,14 @@ class SampleHook(Hook):
         if note := empty_note(self._prompts):
             self._record.note(note)
 
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        """What draws samples are the weights after a step."""
+        is_last = step == engine.schedule.total_steps
+        return is_last or (step % self._asked.interval == 0 and not engine.stopping)
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Sample when it is time."""
-        is_last = result.step == engine.schedule.total_steps
-        if (result.step % self._asked.interval and not is_last) or (engine.stopping and not is_last):
+        if not self.is_called_at_once(engine, result.step):
             return
         started = time.perf_counter()
         random_state = capture_rng()

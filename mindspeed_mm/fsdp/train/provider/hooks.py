@@ -35,9 +35,13 @@ class ReportHook(Hook):
         self.values: dict[str, float] = {}
         """The latest."""
 
+    @override
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        return step % self._interval == 0 or step == engine.last_step
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Write when it is time."""
-        if result.step % self._interval and result.step != engine.last_step and not engine.stopping:
+        if not self.is_called_at_once(engine, result.step) and not engine.stopping:
             return
         self.values = reported(self._objective.take_reports(), self._ranks)
         if self.values:
@@ -79,6 +83,10 @@ class SaveLineHook(Hook):
     def __init__(self, save: Path, record: RunRecord) -> None:
         self._save, self._record = save, record
 
+    @override
+    def is_called_at_once(self, engine: TrainEngine, step: int) -> bool:
+        return False  # where a step is saved, all are
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Tell, where the step's checkpoint is complete; one that is written in the background is told by the run."""
         if checkpoint_folder(self._save, result.step).is_dir():
@@ -101,7 +109,7 @@ class ArgumentsHook(Hook):
         self._tell(engine)
 
     @override
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+    def on_step_launched(self, engine: TrainEngine) -> None:
         self._tell(engine)
 
     def _tell(self, engine: TrainEngine) -> None:

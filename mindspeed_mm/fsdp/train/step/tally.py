@@ -31,6 +31,8 @@ class Tally:
     """Modality → how many ranks hold it in this step."""
     flops: dict[str, float] = field(default_factory=dict)
     """What the step costs, by the names of `flops_tool`; empty where they are not counted."""
+    at_once: bool = False
+    """Whether a rank asks for the numbers of the step before anything of the next one is done."""
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -46,6 +48,7 @@ class Tally:
         towers: Mapping[str, bool],
         bad_samples: int = 0,
         meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None,
+        at_once: bool = False,
     ) -> Tally:
         """Tally of this rank's prepared micro-batches."""
         samples = real = slots = trained = 0
@@ -66,6 +69,7 @@ class Tally:
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
             flops=meter(batches) if meter is not None else {},
+            at_once=at_once,
         )
 
     def summed_over(self, group: dist.ProcessGroup, counts_samples: bool = True) -> Tally:
@@ -73,7 +77,7 @@ class Tally:
 
         Args:
             group: All ranks.
-            counts_samples: False when another rank counts these samples: then only the wish to stop is this rank's.
+            counts_samples: False when another rank counts these samples: then only the wishes are this rank's.
         """
         # The same numbers in the same order on every rank: those with names in the order of their names.
         tables = [dict(sorted(table.items())) for table in (self.counts, self.towers, self.flops)]
@@ -83,9 +87,9 @@ class Tally:
         if not counts_samples:
             numbers = [0] * len(numbers)
         # Whole numbers are exact in fp64, and so are their sums.
-        vector = torch.tensor([*numbers, self.stop_requested], dtype=torch.float64)
+        vector = torch.tensor([*numbers, self.stop_requested, self.at_once], dtype=torch.float64)
         dist.all_reduce(vector, group=group)
-        samples, tokens, slots, label_tokens, bad_samples, *varying, stop = vector.tolist()
+        samples, tokens, slots, label_tokens, bad_samples, *varying, stop, at_once = vector.tolist()
         summed = iter(varying)  # each table takes as many as it has names
         counts, towers, flops = (dict(zip(table, summed, strict=False)) for table in tables)
         return Tally(
@@ -98,4 +102,5 @@ class Tally:
             stop_requested=bool(stop),
             towers={name: int(ranks) for name, ranks in towers.items()},
             flops=flops,
+            at_once=bool(at_once),
         )
