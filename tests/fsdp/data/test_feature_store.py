@@ -468,7 +468,7 @@ def test_untouched_files_are_not_read_again(
         read.append(path)
         return "another"
 
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.sha256_file", sha256)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.kept_sha256", sha256)
     store = open_features(finished.path, adapter(model))
     check_provenance(store, adapter(model))
     assert read == []

@@ -307,7 +307,7 @@ class RawSource:
         order: which rows could not be used at the start, and the sizes of the others."""
         basic = {name: self._basic.get(name) for name in sorted(_SHAPING_BASIC)}
         settings = {"basic_parameters": _plain(basic), "preprocess_parameters": _plain(vars(self._settings))}
-        files = [file.facts for file in self.rows.files]
+        files = [file.facts(self._basic.cache_dir) for file in self.rows.files]
         order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
         digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
