@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import random
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_the_hash_is_that_of_the_whole_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == content
     assert file.record == FileRecord(len(content), f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}")
     assert file.record.checksum_now(tmp_path / "a") == file.record.checksum
+
+
+def test_the_whole_file_is_forced_to_the_disk_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the buffer too: nothing that is committed may be lost when the power is."""
+    forced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.fstat(descriptor).st_size))
+    write_hashed(tmp_path / "a", b"x" * 70_001)
+    assert forced == [70_001]
 
 
 def test_a_file_that_is_not_written_in_order_is_refused(tmp_path: Path) -> None:

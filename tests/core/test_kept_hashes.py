@@ -126,6 +126,7 @@ def test_what_changes_while_it_is_hashed_is_not_kept(
 
     monkeypatch.setattr(kept_hashes, "sha256_file", changing)
     kept_sha256(rows, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("file-hashes/*/*.json")) and not kept_hashes._here
     monkeypatch.setattr(kept_hashes, "sha256_file", sha256_file)
     assert kept_sha256(rows, tmp_path / "cache") == hashlib.sha256(b"other").hexdigest()
 
@@ -219,6 +220,22 @@ def test_one_rank_of_a_host_reads_and_the_others_wait(rows: Path, tmp_path: Path
     found = run_ranks(4, hash_at_once, str(rows), str(tmp_path / "cache"), str(tmp_path / "log"))
     assert found == [SHA] * 4
     assert (tmp_path / "log").read_text() == "read\n"
+
+
+def test_what_another_process_kept_a_moment_before_is_taken(
+    rows: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came between the first look and the lock."""
+
+    def kept_meanwhile(descriptor: int) -> bool:
+        monkeypatch.undo()
+        monkeypatch.setattr(kept_hashes, "_RACY_NS", -(10**12))
+        assert kept_sha256(rows, tmp_path / "cache") == SHA  # by the real function, which notes no reading
+        monkeypatch.setattr(kept_hashes, "sha256_file", lambda path: pytest.fail("the file is read again"))
+        return True
+
+    monkeypatch.setattr(kept_hashes, "_is_locked", kept_meanwhile)
+    assert kept_sha256(rows, tmp_path / "cache") == SHA
 
 
 def test_the_cache_does_not_grow_for_ever(tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
