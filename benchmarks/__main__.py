@@ -17,6 +17,7 @@ from benchmarks.machine import write_result
 NAMES = (
     "help",
     "loading",
+    "saving",
     "conversion",
     "startup",
     "step_time",

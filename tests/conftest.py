@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core import kept_hashes
 from mindspeed_mm.core.garbage import freeze_for_good
 from tests.helpers.rank_server import serve_from_a_copy
 from tests.helpers.threads import collect_rarely, collect_when_many
@@ -18,9 +20,11 @@ from tests.helpers.threads import collect_rarely, collect_when_many
 def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
     stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one. No
-    test cuts the power: the disk need not be waited for, a tenth of a second at every small run."""
+    test cuts the power: the disk need not be waited for, a tenth of a second at every small run. Nor does the user's
+    cache take what tests hash."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.fsync = lambda descriptor: None
+    kept_hashes.user_cache = functools.wraps(kept_hashes.user_cache)(lambda: None)
     collect_rarely()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -211,6 +211,10 @@ SAYS = {
 """Files besides `cli/` that print texts of others by `core/terminal.py`, which shows control characters."""
 
 
+DEBUGS = {"core/kept_hashes.py"}
+"""Files that log at the level of debugging alone, which nobody sees who does not ask for it."""
+
+
 def said_apart(inside: str, source: str) -> list[str]:
     """Ways to say something that pass a run's `note` by, so that it would be in no log and among no events."""
     if not re.search(r"\blog(?:ging|ger)\.|\bwarn\(|\bprint\b|\bsay(?:_json)?\(|\bs?echo\(|\bstdout\.write\(", source):
@@ -225,7 +229,10 @@ def said_apart(inside: str, source: str) -> list[str]:
     prints += [call for call in calls if call in ("click.echo", "click.secho", "sys.stdout.write")]
     logs = [call for call in calls if call.startswith(("logging.", "logger."))]
     warns = [call for call in calls if call in ("warnings.warn", "warn")]
-    allowed = [*(logs if inside in LIBRARIES_SILENCED else ()), *(warns if inside.startswith(WARNING_ROOMS) else ())]
+    allowed = [
+        *(logs if inside in LIBRARIES_SILENCED | DEBUGS else ()),
+        *(warns if inside.startswith(WARNING_ROOMS) else ()),
+    ]
     return [*handed_over, *prints, *(call for call in (*logs, *warns) if call not in allowed)]
 
 

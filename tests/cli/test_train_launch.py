@@ -175,15 +175,16 @@ DIES_IN_A_SAVE = """
 import os, signal, time
 from mindspeed_mm.fsdp.checkpoint import commit
 
-real = commit._hash_own_files
+real = commit._write
 
-def dying(draft, ranks):
+def dying(contents, draft, ranks):
+    records = real(contents, draft, ranks)
     if ranks.rank == 2 and "iter_0000003" in draft.name:
         time.sleep(1.0)  # the others wait for this one by then, in the background and in the next step's save
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(draft, ranks)
+    return records
 
-commit._hash_own_files = dying
+commit._write = dying
 """
 ALIEN = "from pathlib import Path; Path(__file__).with_name('was-imported').touch()"
 

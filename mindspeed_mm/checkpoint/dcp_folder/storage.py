@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.utils.serialization import config
 
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.checkpoint.pt_files import os_errors_told
 from mindspeed_mm.core.errors import CheckpointError, MMError
+from mindspeed_mm.core.hashed_file import FileRecord, HashedFile
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 Writer = TypeVar("Writer", bound=FileSystemWriter)
@@ -35,6 +37,24 @@ class _TruthfulFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with os_errors_told(Path(path)), super().create_stream(path, mode) as stream:
             yield stream
+
+
+class _HashingFileSystem(FileSystem):
+    """As that, and hashes what is written."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        """By the names of the files, of those that are complete."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with os_errors_told(Path(path)), HashedFile(Path(path)) as stream:
+            yield stream
+        self.records[Path(path).name] = stream.record
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
 class _NamingFileSystem(FileSystem):
@@ -62,16 +82,21 @@ def _why_unreadable(error: Exception) -> str:
     return f"is damaged: {type(error).__name__}: {text}"
 
 
-def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> None:
+def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
     """Write this rank's shards of `tree`, forced to the disk. Called by all ranks.
+
+    Returns:
+        What this rank has written, by the names of the files. Nothing is read back.
 
     Raises:
         OSError: A file could not be written, on whichever rank.
         CheckpointError: Anything else went wrong.
     """
-    writer = disk_errors_told(FileSystemWriter(folder, sync_files=True))
-    with plain_errors(folder):
+    writer = FileSystemWriter(folder, sync_files=False)  # ours are forced to the disk when they are closed
+    writer.fs = files = _HashingFileSystem()
+    with plain_errors(folder), config.patch("save.compute_crc32", False):  # five times as slow as our own hash
         dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    return files.records
 
 
 def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None = None) -> None:

@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import safetensors.torch
 import torch
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, write_tree
-from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
-from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
+from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError
-from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, RunContext, verify_files
+from mindspeed_mm.core.hashed_file import FileRecord, write_hashed
+from mindspeed_mm.fsdp.checkpoint.manifest import Manifest, RunContext, verify_files
 from mindspeed_mm.fsdp.checkpoint.tree import tree_bytes
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -78,8 +79,7 @@ def commit_checkpoint(
 
     try:
         ranks.first("making the folder", explained(lambda: _fresh_folder(draft)))
-        ranks.together("writing", explained(lambda: _write(contents, draft, ranks)))
-        records = ranks.each("hashing", explained(lambda: _hash_own_files(draft, ranks)))
+        records = ranks.each("writing", explained(lambda: _write(contents, draft, ranks)))
         manifest = _manifest(contents, dict(ChainMap(*records)), context, ranks.world_size)
         return ranks.first("committing", explained(lambda: _commit(draft, save, manifest, note)))
     except BaseException:
@@ -110,21 +110,15 @@ def _fresh_folder(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def _write(contents: CheckpointContents, draft: Path, ranks: Ranks) -> None:
-    write_tree(contents.tree, draft, ranks)
+def _write(contents: CheckpointContents, draft: Path, ranks: Ranks) -> dict[str, FileRecord]:
+    """Write this rank's files; returns what they hold."""
+    records = write_tree(contents.tree, draft, ranks)
     if contents.rng:
-        path = draft / layout.rng_file(ranks.rank)
-        write_safetensors(contents.rng, path)
-        fsync_path(path)
+        name = layout.rng_file(ranks.rank)
+        records[name] = write_hashed(draft / name, safetensors.torch.save(contents.rng))
     if ranks.is_first:
-        atomic_write_text(draft / layout.TRAINER_STATE, contents.state)
-
-
-def _hash_own_files(draft: Path, ranks: Ranks) -> dict[str, FileRecord]:
-    mine = sorted([*draft.glob(f"__{ranks.rank}_*"), *draft.glob(layout.rng_file(ranks.rank))])
-    if ranks.is_first:
-        mine += [draft / layout.METADATA, draft / layout.TRAINER_STATE]
-    return {path.name: FileRecord.of(path) for path in mine}
+        records[layout.TRAINER_STATE] = write_hashed(draft / layout.TRAINER_STATE, contents.state.encode())
+    return records
 
 
 def _manifest(

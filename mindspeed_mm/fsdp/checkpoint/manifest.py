@@ -10,12 +10,14 @@ from types import NoneType
 from typing import Any, Literal
 
 from mindspeed_mm.checkpoint.layout import MANIFEST
-from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
+from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.hashed_file import FileRecord, is_checksum
 from mindspeed_mm.core.json_file import read_json_object
 
 FORMAT = "mindspeed-mm-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Before 2, files had a SHA-256 under that name instead of a checksum that names its hash."""
 
 
 RunContext = dict[str, Any]
@@ -27,20 +29,6 @@ class InvalidCheckpoint(CheckpointError):
 
 
 Verification = Literal["hash", "size", "none"]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file as it was committed."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> FileRecord:
-        """Record the size and the SHA-256 of a file on the disk."""
-        return cls(path.stat().st_size, sha256_file(path))
 
 
 @dataclass(frozen=True)
@@ -91,12 +79,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     _check_format(content, path)
     try:
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        files = {name: _file_record(record) for name, record in content["files"].items()}
         manifest = Manifest(**{**content, "files": files})
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"is not a manifest: {error}", where=str(path)) from error
     _check_types(manifest, path)
     return manifest
+
+
+def _file_record(record: dict[str, Any]) -> FileRecord:
+    if record.keys() == {"size", "sha256"}:  # format version 1
+        return FileRecord(size=record["size"], checksum=f"sha256:{record['sha256']}")
+    return FileRecord(**record)
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -116,7 +110,7 @@ def _check_types(manifest: Manifest, path: Path) -> None:
         if type(value := getattr(manifest, name)) not in types:  # isinstance would take true for 1
             raise InvalidCheckpoint(f"is not a manifest: {value!r:.40} in it is mistyped", where=str(path), key=name)
     for name, record in manifest.files.items():
-        if type(record.size) is not int or type(record.sha256) is not str or Path(name).name != name:
+        if type(record.size) is not int or not is_checksum(record.checksum) or Path(name).name != name:
             raise InvalidCheckpoint(f"is not a manifest: its entry of '{name:.80}' is mistyped", where=str(path))
 
 
@@ -176,11 +170,16 @@ def _differing_sizes(folder: Path, files: Mapping[str, FileRecord]) -> list[Prob
 
 def _differing_content(path: Path, record: FileRecord) -> Problem | None:
     try:
-        found = sha256_file(path)
+        found = record.checksum_now(path)
     except FileNotFoundError:
         return Problem("file is missing", str(path))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    if found == record.sha256:
+    if found == record.checksum:
         return None
-    return Problem(f"content has changed: SHA-256 {found[:16]}…, {record.sha256[:16]}… was committed", str(path))
+    return Problem(f"content has changed: {_short(found)}, {_short(record.checksum)} was committed", str(path))
+
+
+def _short(checksum: str) -> str:
+    name, _, digits = checksum.partition(":")
+    return f"{name} {digits[:16]}…"

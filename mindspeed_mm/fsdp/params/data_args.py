@@ -171,7 +171,8 @@ class BasicParameters(OpenSection):
     """Root folder of data and media. Null: relative paths of media start at the folder of the file of their rows, and
     files of rows are looked up in the working directory, then in `data`."""
     cache_dir: PathText | None = None
-    """Folder that keeps samples encoded ahead of training; null: `.mm-cache` beside the first file of rows."""
+    """Folder that keeps samples encoded ahead of training, and hashes of the files of rows. Null: samples in
+    `.mm-cache` beside the first file of rows, hashes in the user's cache, `~/.cache/mindspeed-mm`."""
     template: str | None = None
     """Chat template by name; null: the tokenizer's own."""
     chat_template: PathText | None = None

@@ -257,7 +257,12 @@ class SetExtraction:
         # Frames, cuts and mirrored views change what is made of a row whose size stays.
         is_same = has_same_rows and SizeSettings.noted(before.preprocessing) == self._settings
         if is_same and self._plan_from(first, now.batch_size).digest == before.plan:
-            return replace(before, model_folder=now.model_folder, components=now.components)
+            return replace(
+                before,
+                model_folder=now.model_folder,
+                components=now.components,
+                format_version=now.format_version,
+            )
         first = self.folder.next_batch
         self.folder.index.unlink(missing_ok=True)
         return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)

@@ -16,7 +16,6 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks, mark_of
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
-from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord
 from mindspeed_mm.tasks.extract.batches import RowNeeds, WorkBatch, plan_batches
@@ -48,7 +47,7 @@ class Existing:
         stems: dict[str, set[str]] = {}
         records: list[FeatureRecord] = []
         for path in folder.batches_before(first):
-            facts, shapes = read_facts(path)
+            facts, shapes = folder.facts(path)
             records += facts.records
             for name in shapes:
                 stem, _, rest = name.partition("/")

@@ -3,6 +3,7 @@ goes on when it can."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
@@ -134,7 +135,7 @@ def hostile_metadata(save: Path) -> None:
 
 
 def newer_format(save: Path) -> None:
-    edit("MANIFEST.json", lambda text: text.replace(b'"format_version": 1', b'"format_version": 9'))(save)
+    edit("MANIFEST.json", lambda text: text.replace(b'"format_version": 2', b'"format_version": 9'))(save)
 
 
 def manifest_with(**changes: Any) -> Callable[[Path], None]:
@@ -206,7 +207,12 @@ CASES = [
         3,
     ),
     Case("91-truncated", edit(SHARD, lambda b: b[:-7]), rf"{NEWEST}/{SHARD} +has \d+ bytes, \d+ were committed", 2),
-    Case("91-flipped", edit(SHARD, flipped), rf"{SHARD} +content has changed: SHA-256 \w+…, \w+… was committed", 2),
+    Case(
+        "91-flipped",
+        edit(SHARD, flipped),
+        rf"{SHARD} +content has changed: xxh3_128 \w+…, xxh3_128 \w+… was committed",
+        2,
+    ),
     Case("91-extra", lambda s: (s / NEWEST / "x").write_text(""), r"iter_0000003/x +extra file, not in the man", 2),
     Case("91-missing-shard", remove(SHARD), rf"{NEWEST}/{SHARD} +file is missing", 2),
     Case("91-mixed-steps", mixed_steps, rf"{NEWEST}/{SHARD} +(content has changed|has \d+ bytes)", 2),
@@ -281,7 +287,7 @@ CASES = [
         action=named("iter_0000033"),
     ),
     Case("95-hostile-metadata", hostile_metadata, r"is refused: it asks for pathlib\.\S*touch", action=named()),
-    Case("96-newer-format", newer_format, r"format_version +has format version 9, this installation reads up to 1"),
+    Case("96-newer-format", newer_format, r"format_version +has format version 9, this installation reads up to 2"),
     Case(
         "97-global-batch",
         nothing,
@@ -341,7 +347,17 @@ def test_a_mistyped_manifest_falls_back_to_the_older_step(field: str, run: Path,
 
 
 @pytest.mark.edge("S12")
-@pytest.mark.parametrize("record", [{"size": "9", "sha256": "x"}, {"size": 9, "sha256": None}, {"size": 9}, 3])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"size": "9", "sha256": "0" * 64},
+        {"size": 9, "sha256": None},
+        {"size": 9, "checksum": "md5:0"},
+        {"size": 9, "checksum": None},
+        {"size": 9},
+        3,
+    ],
+)
 def test_a_mistyped_record_of_a_file_falls_back_to_the_older_step(record: Any, run: Path, tmp_path: Path) -> None:
     save = shutil.copytree(run, tmp_path / "run")
     manifest_with(files={SHARD: record})(save)
@@ -383,6 +399,24 @@ def test_how_closely_files_are_verified(verification: str, step: int, run: Path,
     assert found is not None and found.iteration == step
 
 
+@pytest.mark.parametrize(("damage", "step"), [(nothing, 3), (edit(SHARD, flipped), 2)])
+def test_a_manifest_with_sha_256_is_verified_by_it(
+    damage: Callable[[Path], None], step: int, run: Path, tmp_path: Path
+) -> None:
+    """As they were before they named their hash."""
+    save = shutil.copytree(run, tmp_path / "run")
+    files = {}
+    for path in (save / NEWEST).iterdir():
+        if path.name != "MANIFEST.json":
+            content = path.read_bytes()
+            files[path.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest_with(files=files, format_version=1)(save)
+    damage(save)
+    outcome = resume(save)
+    assert outcome.step == step
+    assert ("content has changed: sha256" in outcome.said) == (step == 2)
+
+
 def test_checkpoint_from_elsewhere_loads_with_a_warning(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -408,4 +442,4 @@ def test_every_number_of_the_catalogue_is_here() -> None:
 
 
 def test_format_version_is_what_the_cases_assume() -> None:
-    assert manifest.FORMAT_VERSION == 1
+    assert manifest.FORMAT_VERSION == 2

@@ -3,6 +3,7 @@ does not fit."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -15,16 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
-from mindspeed_mm.fsdp.data.feature_store import check_provenance, open_features
+from mindspeed_mm.fsdp.data.feature_store import check_provenance, feature_file, open_features
+from mindspeed_mm.fsdp.data.feature_store import folder as folder_module
 from mindspeed_mm.fsdp.data.feature_store.description import Description, check_same_work, read_description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
     check_file,
+    checksum,
+    has_checksum,
     read_facts,
     read_tensors,
     write_feature_file,
@@ -136,6 +141,53 @@ def test_a_flipped_bit_of_a_tensor_is_found_by_its_hash(tmp_path: Path) -> None:
     check_file(path, "size")
     with pytest.raises(DamagedFile, match=r"the bytes of .* have changed"):
         check_file(path, "hash")
+
+
+def sha_256(tensor: torch.Tensor) -> str:
+    """The checksum of format version 1."""
+    told = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode()
+    return hashlib.sha256(told + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+
+
+def test_files_of_the_older_format_are_verified_by_sha_256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    monkeypatch.setattr(feature_file, "checksum", sha_256)
+    write_feature_file(path, tensors_of([record(0)]), (0, 0), [record(0)])
+    monkeypatch.undo()
+    assert {len(told) for told in read_facts(path)[0].checksums.values()} == {32}
+    check_file(path, "hash")
+    flipped(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedFile, match=r"the bytes of .* have changed"):
+        check_file(path, "hash")
+
+
+def test_a_checksum_is_xxh3_of_type_shape_and_bytes() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    told = xxhash.xxh3_128_hexdigest(b"bfloat16(2, 3)" + tensor.view(torch.uint8).numpy().tobytes())
+    assert checksum(tensor) == f"xxh3_128:{told}"
+    assert has_checksum(tensor, checksum(tensor)) and not has_checksum(tensor.T.contiguous(), checksum(tensor))
+
+
+def test_a_file_is_parsed_once_until_it_changes(folder: FeatureFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(folder_module, "read_facts", lambda path: parsed.append(path.name) or read_facts(path))
+    for number in (0, 1):
+        write_batch(folder, number)
+    first = folder.batch(0)
+    for _ in range(3):
+        assert folder.drop_damaged("hash") == []
+        assert folder.facts(first)[0] == read_facts(first)[0]
+    assert parsed == [first.name, folder.batch(1).name]
+    write_batch(folder, 0, keys={0: f"{7:032x}"})
+    assert folder.facts(first)[0].records[0].key == f"{7:032x}"
+    flipped(first, first.read_bytes().index(b"checksums") + 60)
+    assert [error.problems[0].where for error in folder.drop_damaged("size")] == [str(first)]
+    monkeypatch.setattr(folder_module, "_HELD_BYTES", 10)
+    without_room = FeatureFolder(folder.path)
+    parsed.clear()
+    for _ in range(2):
+        without_room.facts(folder.batch(1))
+    assert len(parsed) == 2
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
@@ -291,8 +343,8 @@ def test_a_broken_description_is_named(tmp_path: Path, text: bytes) -> None:
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    description(tmp_path, format_version=2).write(tmp_path / "features.json")
-    with pytest.raises(DataError, match="format version 2, this installation reads up to 1"):
+    description(tmp_path, format_version=3).write(tmp_path / "features.json")
+    with pytest.raises(DataError, match="format version 3, this installation reads up to 2"):
         read_description(tmp_path / "features.json")
 
 
@@ -468,7 +520,7 @@ def test_untouched_files_are_not_read_again(
         read.append(path)
         return "another"
 
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.sha256_file", sha256)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.kept_sha256", sha256)
     store = open_features(finished.path, adapter(model))
     check_provenance(store, adapter(model))
     assert read == []

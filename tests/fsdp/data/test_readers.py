@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core import kept_hashes
+from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts, open_reader, open_stream, stream_facts
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader, open_stream, stream_facts
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 
 ROWS = [{"a": 1, "t": "é中😀"}, {"a": 2, "t": 'x"]},{'}, {"a": 3, "t": "\\n"}]
 
@@ -140,17 +145,32 @@ def test_what_cannot_be_streamed_is_opened_as_a_whole(tmp_path: Path, name: str)
     assert str(stream.place(1)) == "mine:2"
 
 
-def test_content_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "r.jsonl").write_bytes(lines(ROWS))
-    hashed = []
-    digest = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(1) or digest(*args))
-    first = [file_facts(open_reader(tmp_path / "r.jsonl")) for _ in range(2)]
-    assert first[0] == first[1]
-    assert hashed == [1]
-    (tmp_path / "r.jsonl").write_bytes(lines(ROWS).replace(b'"a": 1', b'"a": 7'))
-    os.utime(tmp_path / "r.jsonl", ns=(1, 1))
-    assert file_facts(open_reader(tmp_path / "r.jsonl"))["sha256"] != first[0]["sha256"]
+@pytest.mark.parametrize("of_generator", [False, True])
+def test_content_is_hashed_once_until_it_changes(
+    of_generator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all starts together, of any of which `fingerprint` asks for the facts."""
+    rows = tmp_path / "r.jsonl"
+    rows.write_bytes(lines(ROWS))
+    hashed: list[Path] = []
+    monkeypatch.setattr(kept_hashes, "sha256_file", lambda path: hashed.append(path) or sha256_file(path))
+    monkeypatch.setattr(kept_hashes, "_RACY_NS", -(10**12))  # no file counts as fresh
+    param = DatasetParam.model_validate({"basic_parameters": {"dataset": str(rows), "cache_dir": str(tmp_path / "c")}})
+    basic = param.basic_parameters
+
+    def facts() -> dict[str, Any]:
+        kept_hashes._here.clear()
+        if of_generator:
+            return open_row_files(basic)[0].facts(basic.cache_dir)
+        return open_rows(basic, param.attr).facts()[0]
+
+    first = facts()
+    assert first["sha256"] == hashlib.sha256(lines(ROWS)).hexdigest()
+    assert facts() == first
+    assert hashed == [rows]
+    rows.write_bytes(lines(ROWS).replace(b'"a": 1', b'"a": 7'))
+    os.utime(rows, ns=(1, 1))
+    assert facts()["sha256"] != first["sha256"]
 
 
 def test_rows_of_a_csv_have_the_headers_cells(tmp_path: Path) -> None:

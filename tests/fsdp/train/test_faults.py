@@ -258,10 +258,10 @@ def test_validation_that_fails_finds_the_weights_committed(
 def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit.write_tree
 
-    def write_tree(tree: Any, draft: Path, ranks: Any) -> None:
+    def write_tree(tree: Any, draft: Path, ranks: Any) -> Any:
         if draft.name == ".mindspeed-mm-iter_0000004.draft":
             disk_full()
-        real(tree, draft, ranks)
+        return real(tree, draft, ranks)
 
     monkeypatch.setattr(commit, "write_tree", write_tree)
     words = ("training.save_interval=2", f"training.on_save_error={policy}", f"training.save_async={mode}")

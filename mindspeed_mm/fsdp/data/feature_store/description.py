@@ -15,7 +15,8 @@ from mindspeed_mm.fsdp.data.feature_store.provenance import Components, componen
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 FORMAT = "mindspeed-mm-features"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Before 2, the checksums of tensors were SHA-256."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.feature_store.description import Description, FeatureSetContents
-from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
 
@@ -43,7 +42,7 @@ class FinishedWork:
         skipped: list[SkippedRow] = []
         homes: Homes = {}
         for span in folder.shards():
-            facts, shapes = read_facts(span.path)
+            facts, shapes = folder.facts(span.path)
             for name, fact in shapes.items():
                 stem, _, rest = name.partition("/")
                 homes.setdefault(stem, (span.path.name, {}))[1][rest] = fact
@@ -57,7 +56,7 @@ def count_done(folder: FeatureFolder) -> tuple[int, int]:
     """Rows of finished batches: encoded, skipped."""
     encoded = skipped = 0
     for path in folder.files():
-        facts, _ = read_facts(path)
+        facts, _ = folder.facts(path)
         encoded += len(facts.records)
         skipped += len(facts.skipped)
     return encoded, skipped

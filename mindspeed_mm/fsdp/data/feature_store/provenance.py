@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.kept_hashes import kept_sha256
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import absent_encoders, encoder_files
 
@@ -137,7 +137,7 @@ def _measure(path: Path, known: FileMark | None) -> FileMark:
     if known is not None and known.is_untouched(path):
         return known
     status = path.stat()
-    return FileMark(sha256_file(path), status.st_size, status.st_mtime_ns)
+    return FileMark(kept_sha256(path), status.st_size, status.st_mtime_ns)
 
 
 def _sha(files: Mapping[str, FileMark], file: str) -> str | None:

@@ -52,7 +52,7 @@ class ShardBuilder:
         self._first_batch: dict[str, int] = {}
         """Stem → the first batch that has it: there its tensors are kept."""
         for span in folder.shards():
-            self._remember(read_facts(span.path)[0].records, span.first)
+            self._remember(folder.facts(span.path)[0].records, span.first)
         self._gaps = self._find_gaps()
         self._group = _Group()
 

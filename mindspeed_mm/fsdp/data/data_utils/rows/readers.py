@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.kept_hashes import kept_sha256
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
     MAX_ROW_BYTES,
     JsonReader,
@@ -88,23 +87,21 @@ def check_file(path: Path) -> None:
         )
 
 
-def file_facts(reader: RowReader) -> dict[str, Any]:
+def file_facts(reader: RowReader, cache_dir: str | None = None) -> dict[str, Any]:
     """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content. Of a folder, what
-    its reader tells."""
+    its reader tells.
+
+    Args:
+        reader: Of the file.
+        cache_dir: Where the hash of the content is kept for the next start; None: in the user's cache.
+    """
     if isinstance(reader, TellsFacts):
         return reader.facts()
     status = reader.path.stat()
     facts = {"name": reader.name, "bytes": status.st_size, "rows": len(reader)}
     if status.st_size > _HASHED_BYTES:
         return facts | {"changed_ns": status.st_mtime_ns}
-    return facts | {"sha256": _content_hash(reader.path, status.st_size, status.st_mtime_ns)}
-
-
-@lru_cache(maxsize=4096)
-def _content_hash(path: Path, size: int, changed_ns: int) -> str:
-    """Hash of a file; read once for as long as it does not change."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return facts | {"sha256": kept_sha256(reader.path, cache_dir)}
 
 
 class RowStream(Protocol):

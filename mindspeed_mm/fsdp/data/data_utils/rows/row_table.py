@@ -60,7 +60,7 @@ class RowTable:
 
     Args:
         sources: What the entries name.
-        cache_dir: For Arrow copies of parquet files.
+        cache_dir: For Arrow copies of parquet files, and hashes of all.
         most: Rows of an entry beyond are left out.
 
     Raises:
@@ -69,6 +69,7 @@ class RowTable:
 
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names(list(chain.from_iterable(source.files for source in sources)))
+        self._cache_dir = cache_dir
         self._readers: list[RowReader] = []
         self._formats: list[RowFormat] = []
         self._media_roots: list[Path | None] = []
@@ -151,7 +152,9 @@ class RowTable:
     def facts(self) -> list[dict[str, Any]]:
         """Name, size, rows and content of each file, and the share that is taken, for the fingerprint."""
         shares = [{} if share is None else {"share": share} for share in self._shares]
-        return [file_facts(reader) | share for reader, share in zip(self._readers, shares, strict=True)]
+        return [
+            file_facts(reader, self._cache_dir) | share for reader, share in zip(self._readers, shares, strict=True)
+        ]
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import PurePath
@@ -307,7 +307,7 @@ class RawSource:
         order: which rows could not be used at the start, and the sizes of the others."""
         basic = {name: self._basic.get(name) for name in sorted(_SHAPING_BASIC)}
         settings = {"basic_parameters": _plain(basic), "preprocess_parameters": _plain(vars(self._settings))}
-        files = [file.facts for file in self.rows.files]
+        files = [file.facts(self._basic.cache_dir) for file in self.rows.files]
         order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
         digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
@@ -338,18 +338,19 @@ class RawSource:
         """The bucket of a row with this header, with the length of its sound. Raises `DataError` as `Buckets.assign`,
         and for a picture where sound is learned."""
         size = self._buckets[self.rows.file_number(index)].assign(header, name)
-        size = self._with_optional(size, self.rows[index].roles.keys())
+        size = self._with_optional(size, index)
         if self._sound is None:
             return size
         if header.fps <= 0:
             raise DataError(f"{name} is a picture, which has no sound", way_out="Leave it out, or set model.task: t2v.")
         return replace(size, sound=self._sound.positions(size.frames, 1 / self._sampling.step_s(header.fps)))
 
-    def _with_optional(self, size: MediaSize, given: Collection[str]) -> MediaSize:
+    def _with_optional(self, size: MediaSize, index: int) -> MediaSize:
         """With what tells samples apart of which some lack media that others have: they share no micro-batch."""
         optional = [role for role in self._roles if role.is_optional and not role.is_white_by_default]
         if not optional:
             return size
+        given = self.rows[index].roles.keys()
         pictures = sum(role.frames == "one" and role.name in given for role in optional)
         lacks_video = any(role.frames == "all" and role.name not in given for role in optional)
         return replace(size, pictures=pictures, lacks_video=lacks_video)

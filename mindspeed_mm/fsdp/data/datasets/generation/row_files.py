@@ -74,10 +74,9 @@ class RowFile:
         """A folder that its media may lie in, beside those that the configuration names."""
         return self.folder if Path(self.folder).is_absolute() else None
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a resumed run compares."""
-        facts = {**file_facts(self.reader), "folder": self.folder, "repeats": self.repeats}
+    def facts(self, cache_dir: str | None) -> dict[str, Any]:
+        """What a resumed run compares; see `file_facts`."""
+        facts = {**file_facts(self.reader, cache_dir), "folder": self.folder, "repeats": self.repeats}
         if self.companions:
             facts["companions"] = [each.facts() for each in self.companions]
         return facts
