@@ -31,6 +31,7 @@ NAMES = (
     "plans",
     "features",
     "chunk_loss",
+    "layers",
     "optimizer_states",
     "answers",
     "serving",
