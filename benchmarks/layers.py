@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from benchmarks.figures import Figure
 from mindspeed_mm import ensure_torchvision
-from mindspeed_mm.fsdp.features.speed.choice import COMPILED, Choice
+from mindspeed_mm.fsdp.features.speed.choice import COMPILED, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME, register_attention
 from mindspeed_mm.fsdp.ops.experts import fused_experts, use_own_experts
@@ -97,7 +97,7 @@ def _build(name: str, layers: int, *, fused: bool) -> nn.Module:
         for experts in fused_experts(model).values():
             use_own_experts(experts)
     if fused:
-        apply_fused_kernels(model, Choice(COMPILED, "it is counted"), is_wish=True)
+        apply_fused_kernels(model, SpeedChoice(COMPILED, "it is counted"), is_wish=True)
     return model
 
 

@@ -17,8 +17,8 @@ from mindspeed_mm.fsdp.features.memory.weight_offload import check_weights_can_w
 from mindspeed_mm.fsdp.features.speed.choice import (
     MOST_COMPILATIONS,
     NOT_ASKED,
-    Choice,
     Machine,
+    SpeedChoice,
     SpeedFacts,
     choose_compile,
 )
@@ -47,7 +47,7 @@ class FeaturePlan:
     """Run on a few rows at a time."""
     compiled: tuple[str, ...] = ()
     """In graphs of torch.compile."""
-    compiler: Choice = NOT_ASKED
+    compiler: SpeedChoice = NOT_ASKED
     """Who compiles them, and why; who does not, where there are none."""
     most_compilations: int | None = None
     """Of a block, where nobody asked for compiled blocks; None: as many as it takes."""
@@ -130,14 +130,14 @@ def resolve_features(
 
 
 def _compiled_unasked(
-    model: nn.Module, features: FeatureArguments, blocks: Sequence[str], compiler: Choice
-) -> tuple[Choice, list[str]]:
+    model: nn.Module, features: FeatureArguments, blocks: Sequence[str], compiler: SpeedChoice
+) -> tuple[SpeedChoice, list[str]]:
     """The model's own blocks, or why they cannot be compiled."""
     try:
         check_backend(features.compile_plan)
         return compiler, modules_to_compile(model, features.compile_plan, blocks)
     except (ConfigError, MachineError) as error:
-        return Choice("", error.problems[0].what), []
+        return SpeedChoice("", error.problems[0].what), []
 
 
 def _kept_kinds(features: FeatureArguments, keys: ModelArguments) -> tuple[str, ...]:

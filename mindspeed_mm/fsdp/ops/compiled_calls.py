@@ -124,6 +124,8 @@ class CompiledKind:
     """Those in which a graph ran."""
     reason: str = ""
     """Why calls compute by plain operations though blocks are compiled; empty where none does."""
+    is_given_up: bool = False
+    """Whether the compiler itself failed, and all calls compute by plain operations."""
     _variants: dict[Variant, _Compilations] = field(default_factory=dict)
 
     @property
@@ -143,6 +145,16 @@ class CompiledKind:
     def is_used_up(self, compiled: _Compilations) -> bool:
         """Whether nothing may be compiled any more for such calls."""
         return self.most is not None and compiled.number >= self.most
+
+    def gives_up(self, error: Exception, runs: int) -> bool:
+        """Whether a call that ended with this error is to be made once more, by plain operations: the compiler failed,
+        nobody asked for it, and no graph had run."""
+        from torch._dynamo.exc import TorchDynamoException  # see `most_graphs`
+
+        if self.most is None or self.backend.runs > runs or not isinstance(error, TorchDynamoException):
+            return False
+        self.is_given_up, self.reason = True, f"{type(error).__name__}: {error}".splitlines()[0]
+        return True
 
     def note(self, compiled: _Compilations, signature: Signature, graphs: int, runs: int) -> None:
         """Count a call.
@@ -194,7 +206,7 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the forward returns for these arguments."""
         kind, with_gradients = self._kind, torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or (kind.most is not None and not with_gradients):
+        if torch.compiler.is_compiling() or kind.is_given_up or (kind.most is not None and not with_gradients):
             return self._forward(*args, **kwargs)
         kwargs = _without_mark(kwargs)
         found = list(_found(args, kwargs))
@@ -202,17 +214,29 @@ class CompiledForward:
         variant = (with_gradients, *(with_gradients and has_gradient for _, _, has_gradient in found))
         compiled = kind.of_variant(variant, signature)
         graphs, runs = kind.backend.graphs, kind.backend.runs
-        if kind.is_used_up(compiled):
-            output = self._known(*args, **kwargs)
-        elif compiled.first == signature:
-            output = self._fixed(*args, **kwargs)
-        elif compiled.has_variables:
-            output = self._variable(*args, **kwargs)
-        else:
-            with _sizes_told_apart():
-                output = self._variable(*args, **kwargs)
-            compiled.has_variables = kind.backend.graphs > graphs
+        try:
+            output = self._compute(compiled, signature, args, kwargs)
+        except Exception as error:
+            if not kind.gives_up(error, runs):
+                raise
+            return self._forward(*args, **kwargs)
         kind.note(compiled, signature, graphs, runs)
+        return output
+
+    def _compute(
+        self, compiled: _Compilations, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kind = self._kind
+        if kind.is_used_up(compiled):
+            return self._known(*args, **kwargs)
+        if compiled.first == signature:
+            return self._fixed(*args, **kwargs)
+        if compiled.has_variables:
+            return self._variable(*args, **kwargs)
+        graphs = kind.backend.graphs
+        with _sizes_told_apart():
+            output = self._variable(*args, **kwargs)
+        compiled.has_variables = kind.backend.graphs > graphs
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:

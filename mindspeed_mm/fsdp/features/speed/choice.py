@@ -35,7 +35,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This process's."""
+        """The machine of this process, by its device and its installed packages."""
         found = frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
         return cls(get_device_type(), found, device_capability())
 
@@ -66,7 +66,7 @@ class SpeedFacts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SpeedChoice:
     """What was chosen, and why."""
 
     what: str
@@ -79,10 +79,10 @@ class Choice:
         return f"{self.what or 'off'} ({self.reason})" + (f"; {self.more}" if self.more else "")
 
 
-NOT_ASKED = Choice("", "not asked for")
+NOT_ASKED = SpeedChoice("", "not asked for")
 
 
-def choose_fused(wish: Wish, facts: SpeedFacts, *, blocks_compiled: bool = False) -> Choice:
+def choose_fused(wish: Wish, facts: SpeedFacts, *, blocks_compiled: bool = False) -> SpeedChoice:
     """Whose kernels compute norms, rotary embeddings and gated linear units.
 
     Args:
@@ -95,33 +95,33 @@ def choose_fused(wish: Wish, facts: SpeedFacts, *, blocks_compiled: bool = False
         MachineError: The wish is true, and there are none here.
     """
     if wish is False:
-        return Choice("", "as configured")
+        return SpeedChoice("", "as configured")
     machine, is_auto = facts.machine, wish == "auto"
     if machine.device_type not in ("cuda", "npu"):
         if not is_auto:
             way_out = "Set it to auto, which takes none there."
             raise MachineError(f"there are no fused kernels on '{machine.device_type}'", key=FUSED_KEY, way_out=way_out)
-        return Choice("", _on_cpu(machine.device_type))
+        return SpeedChoice("", _on_cpu(machine.device_type))
     if is_auto and facts.keeps_rounding:
-        return Choice("", facts.keeps_rounding)
+        return SpeedChoice("", facts.keeps_rounding)
     if machine.device_type == "npu":
         return _of_npu(machine, is_auto=is_auto)
     if "liger_kernel" in machine.packages and not blocks_compiled:
-        return Choice(LIGER, "liger_kernel is installed")
+        return SpeedChoice(LIGER, "liger_kernel is installed")
     why = machine.lacks_triton or (_not_worth_compiling(facts) if is_auto else "")
     if not why:
         reason = "they become parts of the compiled blocks" if blocks_compiled else "liger_kernel is not installed"
         more = "" if blocks_compiled else "pip install liger-kernel: kernels that need no compiler"
-        return Choice(COMPILED, reason, more)
+        return SpeedChoice(COMPILED, reason, more)
     if not is_auto:
         way_out = "pip install liger-kernel, or set it to auto."
         raise MachineError(
             f"needs the package liger-kernel, which is not installed, or triton: {why}", key=FUSED_KEY, way_out=way_out
         )
-    return Choice("", why, "pip install liger-kernel: norms, rotary embeddings and gates by one kernel each")
+    return SpeedChoice("", why, "pip install liger-kernel: norms, rotary embeddings and gates by one kernel each")
 
 
-def choose_compile(wish: Wish, facts: SpeedFacts, backend: str = "inductor") -> Choice:
+def choose_compile(wish: Wish, facts: SpeedFacts, backend: str = "inductor") -> SpeedChoice:
     """Who compiles blocks. What is wrong with a wish that is true is not looked for here.
 
     Args:
@@ -131,20 +131,20 @@ def choose_compile(wish: Wish, facts: SpeedFacts, backend: str = "inductor") -> 
     """
     if wish is not True and wish is not False:
         return _compile_where_it_pays(facts, backend)
-    return Choice(backend if wish else "", "as configured")
+    return SpeedChoice(backend if wish else "", "as configured")
 
 
-def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> Choice:
+def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> SpeedChoice:
     machine = facts.machine
     if machine.device_type != "cuda":
-        return Choice("", _on_cpu(machine.device_type))
+        return SpeedChoice("", _on_cpu(machine.device_type))
     if machine.lacks_triton:
         more = "" if "triton" in machine.packages else "pip install triton: compiled blocks"
-        return Choice("", machine.lacks_triton, more)
+        return SpeedChoice("", machine.lacks_triton, more)
     if backend != "inductor":
-        return Choice("", f"features.compile_plan.backend '{backend}' makes no kernels")
+        return SpeedChoice("", f"features.compile_plan.backend '{backend}' makes no kernels")
     why = facts.keeps_rounding or _not_worth_compiling(facts) or facts.keeps_blocks
-    return Choice("", why) if why else Choice(backend, "triton makes kernels for this device")
+    return SpeedChoice("", why) if why else SpeedChoice(backend, "triton makes kernels for this device")
 
 
 def _on_cpu(device_type: str) -> str:
@@ -161,9 +161,9 @@ def _not_worth_compiling(facts: SpeedFacts) -> str:
     return ""
 
 
-def _of_npu(machine: Machine, *, is_auto: bool) -> Choice:
+def _of_npu(machine: Machine, *, is_auto: bool) -> SpeedChoice:
     if "torch_npu" in machine.packages:
-        return Choice(NPU, "torch_npu is installed")
+        return SpeedChoice(NPU, "torch_npu is installed")
     if not is_auto:
         raise MachineError("needs the package torch_npu, which is not installed", key=FUSED_KEY, way_out="Install it.")
-    return Choice("", "the package torch_npu is not installed", "pip install torch_npu: its fused kernels")
+    return SpeedChoice("", "the package torch_npu is not installed", "pip install torch_npu: its fused kernels")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.features.speed.choice import FUSED_KEY, Choice
+from mindspeed_mm.fsdp.features.speed.choice import FUSED_KEY, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators, fused_operators
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -35,7 +35,7 @@ _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 class FusedKernels:
     """What was chosen and replaced: a fact of the model, for the log."""
 
-    choice: Choice
+    choice: SpeedChoice
     counts: Mapping[str, int]
     """Operation → modules."""
 
@@ -44,7 +44,7 @@ class FusedKernels:
         return f"{', '.join(replaced)} by {self.choice}" if replaced else str(self.choice)
 
 
-def apply_fused_kernels(model: nn.Module, choice: Choice, *, is_wish: bool = False) -> None:
+def apply_fused_kernels(model: nn.Module, choice: SpeedChoice, *, is_wish: bool = False) -> None:
     """Replace what can be replaced, in place; `FusedKernels` in `facts_of(model)` says what.
 
     Args:
@@ -68,7 +68,7 @@ def apply_fused_kernels(model: nn.Module, choice: Choice, *, is_wish: bool = Fal
             what = "has no norm, rotary embedding or gated linear unit that there is a kernel for"
             if is_wish:
                 raise ConfigError(f"{type(model).__name__} {what}", key=FUSED_KEY, way_out="Set it to false.")
-            choice = Choice("", f"the model {what}")
+            choice = SpeedChoice("", f"the model {what}")
     facts_of(model).note(FusedKernels(choice, counts))
 
 

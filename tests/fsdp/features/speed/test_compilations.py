@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.features.speed.choice import MOST_COMPILATIONS, Choice
+from mindspeed_mm.fsdp.features.speed.choice import MOST_COMPILATIONS, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import CompiledBlocks, compile_modules
 from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
@@ -100,7 +100,7 @@ def test_blocks_are_compiled_twice_in_fifty_steps(folder: Path, kind: Any, most:
         apply_packed_rows(plain)
     model = copy.deepcopy(plain)
     if fused:
-        apply_fused_kernels(model, Choice("torch.compile", "a test"))
+        apply_fused_kernels(model, SpeedChoice("torch.compile", "a test"))
     compile_modules(model, EAGER, find_blocks(model), most=most)
     steps(model, kind(), plain)
     numbers = counted(model)
@@ -183,6 +183,23 @@ def test_a_backend_that_fails_is_told_where_nobody_asked_for_it(folder: Path, mo
     compile_modules(asked, EAGER, find_blocks(asked))
     with pytest.raises(Exception, match="no such instruction"):
         steps(asked, padded())
+
+
+def test_a_compiler_that_fails_is_given_up_where_nobody_asked_for_it(folder: Path) -> None:
+    plain = build(folder)
+    model = copy.deepcopy(plain)
+    (kind,) = compile_modules(model, EAGER, find_blocks(model), most=MOST_COMPILATIONS).kinds
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no such byte code")
+
+    for block in model.model.layers:
+        block.forward._fixed = fails
+    steps(model, batches=(batch for _, batch in zip(range(2), padded(), strict=False)), plain=plain)
+    assert "no such byte code" in kind.reason and kind.compiled_calls == 0
+    kind.is_given_up, kind.most = False, None
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        steps(model, padded())
 
 
 def test_passes_without_gradients_compile_nothing_unasked(folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.speed import fused_kernels, fused_operators
-from mindspeed_mm.fsdp.features.speed.choice import NPU, Choice
+from mindspeed_mm.fsdp.features.speed.choice import NPU, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels, apply_fused_kernels, norm_variant
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators
@@ -72,7 +72,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 def fused(model: nn.Module, monkeypatch: pytest.MonkeyPatch, operators: FusedOperators) -> nn.Module:
     monkeypatch.setattr(fused_kernels, "fused_operators", lambda _provider: operators)
-    apply_fused_kernels(model, Choice("test", "a test"), is_wish=True)
+    apply_fused_kernels(model, SpeedChoice("test", "a test"), is_wish=True)
     return model
 
 
@@ -132,13 +132,13 @@ def test_a_model_without_any_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="has no norm"):
         fused(nn.Sequential(nn.Linear(4, 4)), monkeypatch, exact())
     model = nn.Sequential(nn.Linear(4, 4))
-    apply_fused_kernels(model, Choice("test", "a test"))
+    apply_fused_kernels(model, SpeedChoice("test", "a test"))
     assert str(facts_of(model).noted(FusedKernels)).startswith("off (the model has no norm")
 
 
 def test_a_choice_of_none_changes_nothing(folder: Path) -> None:
     model = build(folder)
-    apply_fused_kernels(model, Choice("", "a reason"))
+    apply_fused_kernels(model, SpeedChoice("", "a reason"))
     assert describe_forwards(model) == ""
     assert str(facts_of(model).noted(FusedKernels)) == "off (a reason)"
 
