@@ -149,7 +149,7 @@ def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> SpeedChoice:
 
 def _on_cpu(device_type: str) -> str:
     if device_type == "cpu":
-        return "plain operations are fastest on a CPU"
+        return "a CPU gains little by it, and its runs keep their bits"
     return f"nothing is known to be faster on '{device_type}'"
 
 

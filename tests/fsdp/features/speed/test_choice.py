@@ -43,7 +43,7 @@ SIMULATED = Machine("openreg", frozenset({"triton", "liger_kernel"}))
         (PASCAL, {}, "", "compute capability 7.0, this device has 6.1", ""),
         (ASCEND, {}, "", "nothing is known to be faster on 'npu'", ""),
         (SIMULATED, {}, "", "nothing is known to be faster on 'openreg'", ""),
-        (CPU, {}, "", "plain operations are fastest on a CPU", ""),
+        (CPU, {}, "", "a CPU gains little by it, and its runs keep their bits", ""),
     ],
 )
 def test_compiled_blocks(machine: Machine, facts: dict[str, Any], what: str, reason: str, more: str) -> None:
@@ -75,7 +75,7 @@ def test_a_backend_without_kernels_is_for_those_who_ask() -> None:
         (ASCEND, {}, False, NPU, "installed", ""),
         (Machine("npu"), {}, False, "", "not installed", "pip install torch_npu"),
         (SIMULATED, {}, False, "", "openreg", ""),
-        (CPU, {}, False, "", "plain operations are fastest on a CPU", ""),
+        (CPU, {}, False, "", "a CPU gains little by it, and its runs keep their bits", ""),
     ],
 )
 def test_fused_kernels(
