@@ -94,8 +94,11 @@ def _compiled(function: FunctionType, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _norm_of(eps: float, offset: float, rounds_first: bool) -> Callable[..., Any]:
+    # As words, which stay constants: a number of Python would be a variable, copied to a tensor at every call.
+    eps_word, offset_word = repr(eps), repr(offset)
+
     def norm(rows: Tensor, weight: Tensor) -> Tensor:
-        return plain_norm(rows, weight, eps, offset, rounds_first)
+        return plain_norm(rows, weight, float(eps_word), float(offset_word), rounds_first)
 
     return _compiled(norm, "norm")  # type: ignore[arg-type]
 
