@@ -125,7 +125,7 @@ class CompiledKind:
     reason: str = ""
     """Why calls compute by plain operations though blocks are compiled; empty where none does."""
     is_given_up: bool = False
-    """Whether the compiler itself failed, and all calls compute by plain operations."""
+    """Whether the compiler itself failed: nothing more is compiled."""
     _variants: dict[Variant, _Compilations] = field(default_factory=dict)
 
     @property
@@ -206,9 +206,11 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the forward returns for these arguments."""
         kind, with_gradients = self._kind, torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or kind.is_given_up or (kind.most is not None and not with_gradients):
+        if torch.compiler.is_compiling() or (kind.most is not None and not with_gradients):
             return self._forward(*args, **kwargs)
         kwargs = _without_mark(kwargs)
+        if kind.is_given_up:  # what was computed by a graph is computed again by the same one
+            return self._known(*args, **kwargs)
         found = list(_found(args, kwargs))
         signature = tuple((name, value) for name, value, _ in found)
         variant = (with_gradients, *(with_gradients and has_gradient for _, _, has_gradient in found))
