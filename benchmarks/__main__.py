@@ -33,6 +33,7 @@ NAMES = (
     "plans",
     "features",
     "chunk_loss",
+    "layers",
     "optimizer_states",
     "answers",
     "serving",

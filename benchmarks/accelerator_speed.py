@@ -12,10 +12,18 @@ Sections = dict[str, dict[str, Any]]
 def variants(*, tiny: bool) -> dict[str, Sections]:
     """Name → sections of the configuration. On a CPU the same code, by a compiler that makes no kernels and by 8-bit
     arithmetic that is followed, and no fused kernels."""
-    compiled: Sections = {"features": {"compile": True, "compile_plan": {"backend": "aot_eager"} if tiny else {}}}
-    fused: Sections = {"features": {"fused_kernels": "auto" if tiny else True}}
+    plan = {"compile_plan": {"backend": "aot_eager"}} if tiny else {}
+    plain: Sections = {"features": {"compile": False, "fused_kernels": False}}
+    compiled: Sections = {"features": {"compile": True, "fused_kernels": False, **plan}}
+    fused: Sections = {"features": {"compile": False, "fused_kernels": "auto" if tiny else True}}
     low: Sections = {"training": {"quantization_plan": {"recipe_name": "fp8", "extra_args": {"emulate": tiny}}}}
-    return {"plain": {}, "compiled": compiled, "fused kernels": fused, "fp8": low, "compiled, fp8": compiled | low}
+    return {
+        "plain": plain,
+        "compiled": compiled,
+        "fused kernels": fused,
+        "fp8": plain | low,
+        "compiled, fp8": compiled | low,
+    }
 
 
 def offloads() -> dict[str, Sections]:

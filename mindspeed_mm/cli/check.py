@@ -59,6 +59,7 @@ def _as_text(result: task.CheckResult) -> str:
     lines += _each("  warning: ", result.warnings)
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")
+    lines += _each("  ", result.speed)
     lines += _each("  ", result.memory)
     lines += _each("  note: ", result.notes)
     if result.passed:

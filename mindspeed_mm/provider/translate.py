@@ -73,8 +73,11 @@ _WITHOUT_FLAGS: Mapping[str, Any] = {
     "training.lr_warmup_ratio": 0.0,
     "training.save_total_limit": None,
     "features.enable_chunk_loss": False,
+    "features.compile": False,
+    "features.fused_kernels": False,
 }
-"""Keys whose defaults in a YAML are not those of launch scripts: no warm-up, every checkpoint kept."""
+"""Keys whose defaults in a YAML are not those of launch scripts: no warm-up, every checkpoint kept, no
+kernels but those that a flag asks for."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ def arguments_of(model: Any, engine: Any, optimizer: Any | None) -> Arguments:
                 key=f"parallel.{name}",
                 way_out="Leave it out.",
             )
+    if arguments.features.compile == "auto":  # passes with and without gradients are compared: they must round alike
+        features = arguments.features.model_copy(update={"compile": False})
+        return arguments.model_copy(update={"features": features})
     return arguments
 
 

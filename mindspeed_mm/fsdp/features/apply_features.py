@@ -74,7 +74,7 @@ class FeaturesApplier:
         compiled = own_names(model, plan.compiled)
         if compiled and not plan.keeps_operations:
             # Innermost: what stands around a block is not traced.
-            compile_modules(model, features.compile_plan, compiled, ForwardKind.COMPILE)
+            compile_modules(model, features.compile_plan, compiled, most=plan.most_compilations)
         if plan.waiting:
             offload_weights(model, own_names(model, plan.waiting))
         if plan.recomputed:
@@ -83,7 +83,8 @@ class FeaturesApplier:
             recompute_modules(model, names, use_reentrant=use_reentrant, contexts=contexts)
         if compiled and plan.keeps_operations:
             # What is kept is asked of single operations, which a graph hides.
-            compile_modules(model, features.compile_plan, compiled, ForwardKind.COMPILE_RECOMPUTED)
+            kind = ForwardKind.COMPILE_RECOMPUTED
+            compile_modules(model, features.compile_plan, compiled, kind, most=plan.most_compilations)
         if plan.offloaded:
             offload_activations(model, own_names(model, plan.offloaded))
         if plan.sliced:

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices
 from mindspeed_mm.fsdp.features.memory.recompute import check_skipped_kernels
 from mindspeed_mm.fsdp.features.memory.weight_offload import check_weights_can_wait
+from mindspeed_mm.fsdp.features.speed.choice import (
+    MOST_COMPILATIONS,
+    NOT_ASKED,
+    Machine,
+    SpeedChoice,
+    SpeedFacts,
+    choose_compile,
+)
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_backend, modules_to_compile
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -39,6 +47,10 @@ class FeaturePlan:
     """Run on a few rows at a time."""
     compiled: tuple[str, ...] = ()
     """In graphs of torch.compile."""
+    compiler: SpeedChoice = NOT_ASKED
+    """Who compiles them, and why; who does not, where there are none."""
+    most_compilations: int | None = None
+    """Of a block, where nobody asked for compiled blocks; None: as many as it takes."""
     keeps_operations: bool = False
     """Whether recomputation keeps results of single operations: it is then compiled together with what it computes."""
     kept_kinds: tuple[str, ...] = ()
@@ -62,6 +74,7 @@ def resolve_features(
     *,
     model_args: ModelArguments | None = None,
     towers: Collection[str] = (),
+    speed: SpeedFacts | None = None,
 ) -> FeaturePlan:
     """The plan of a model, which stays as it is.
 
@@ -71,6 +84,7 @@ def resolve_features(
         blocks: Names of the model's repeated blocks, in execution order. Patterns in a feature's plan win over them.
         model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
         towers: Names of the towers in front of a language model, whose blocks have no rows.
+        speed: What `auto` of `features.compile` is decided by; None: this machine alone.
 
     Raises:
         ConfigError: With every problem: a pattern matches nothing or what is never called, modules lie inside one
@@ -93,7 +107,10 @@ def resolve_features(
         errors.attempt(check_weights_can_wait, model, waiting or (), recomputed or ())
     if features.enable_chunk_mbs:
         sliced = errors.attempt(_modules_to_slice, model, features, blocks, towers)
-    if features.compile:
+    compiler = choose_compile(features.compile, speed or SpeedFacts(Machine.here()), features.compile_plan.backend)
+    if compiler.what and features.compile == "auto" and not features.compile_plan.apply_modules:
+        compiler, compiled = _compiled_unasked(model, features, blocks, compiler)
+    elif compiler.what:
         errors.attempt(check_backend, features.compile_plan)
         compiled = errors.attempt(modules_to_compile, model, features.compile_plan, blocks)
     errors.attempt(_check_apart, offloaded or (), recomputed or ())
@@ -105,9 +122,22 @@ def resolve_features(
         tuple(waiting or ()),
         tuple(sliced or ()),
         tuple(compiled or ()),
+        compiler,
+        MOST_COMPILATIONS if features.compile == "auto" else None,
         keeps_operations=is_selective or (features.recompute and keys.skip_flash_attn_recompute),
         kept_kinds=_kept_kinds(features, keys),
     )
+
+
+def _compiled_unasked(
+    model: nn.Module, features: FeatureArguments, blocks: Sequence[str], compiler: SpeedChoice
+) -> tuple[SpeedChoice, list[str]]:
+    """The model's own blocks, or why they cannot be compiled."""
+    try:
+        check_backend(features.compile_plan)
+        return compiler, modules_to_compile(model, features.compile_plan, blocks)
+    except (ConfigError, MachineError) as error:
+        return SpeedChoice("", error.problems[0].what), []
 
 
 def _kept_kinds(features: FeatureArguments, keys: ModelArguments) -> tuple[str, ...]:

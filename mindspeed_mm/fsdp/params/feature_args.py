@@ -169,11 +169,13 @@ class FeatureArguments(Section):
     """Limits on the copies of busy experts."""
     skip_moe_pad_tokens: Flag = False
     """Do not send padding tokens through experts."""
-    compile: Flag = False
-    """Compile the model's repeated blocks. Rows that are packed or padded to a multiple
-    (`collate_param.pad_to_multiple_of`) have few different lengths, so little is compiled twice."""
+    compile: FlagOrAuto = "auto"
+    """Compile the model's repeated blocks: for the first sizes, and once more with sizes as variables. `auto`: on CUDA
+    with triton, for runs of 100 steps and more, unless something else stands against it, which the log names; a block
+    that would be compiled a third time computes by plain operations. `true`: compiled or refused."""
     compile_plan: CompilePlan = Field(default_factory=CompilePlan)
     """The modules that are compiled, and the compiler's settings."""
-    fused_kernels: FlagOrAuto = False
-    """Compute RMS norms, rotary embeddings and gated linear units with fused kernels: liger's on CUDA, torch_npu's on
-    NPUs. `auto` uses them where they are installed."""
+    fused_kernels: FlagOrAuto = "auto"
+    """Compute RMS norms, rotary embeddings and gated linear units with fused kernels: liger's on CUDA, or our own by
+    triton where liger-kernel is not installed; torch_npu's on NPUs. `auto` uses them where they can be had. `true`:
+    used or refused."""

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.plan.speed_facts import speed_facts
 from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -120,7 +121,7 @@ def _steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Calla
         steps.append(partial(apply_lora, model, lora, param_dtype=param_dtype))
         steps.append(partial(_check_first_adapters, model, lora.pretrained_lora_path))
     # Kernels are put in place of a layer's own operations: adapters come before, what runs layers piece by piece after.
-    steps.append(partial(apply_speed, model, section, features, arguments.training))
+    steps.append(partial(apply_speed, model, section, features, arguments.training, speed_facts(arguments)))
     steps.append(partial(leave_router_loss_to_us, model))
     steps.append(partial(choose_experts, model, grouped=grouped, skip_padding=skip_padding))
     if packs or packs_rows(arguments):

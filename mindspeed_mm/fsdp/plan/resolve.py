@@ -47,6 +47,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.plan.speed_facts import speed_facts
 
 HEADLINE = "the model cannot be trained as the configuration says"
 
@@ -78,7 +79,13 @@ def resolve_plan(
     ranks_known = sizes is not None
     sizes = sizes or least_sizes(arguments.parallel)
     features = errors.attempt(
-        resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
+        resolve_features,
+        model,
+        arguments.features,
+        spec.blocks,
+        model_args=arguments.model,
+        towers=outline.towers,
+        speed=speed_facts(arguments, trains=trains),
     )
     copies = errors.attempt(balance_copies, arguments.features, arguments.parallel)
     layout = ModelLayout(

@@ -71,6 +71,9 @@ class CheckResult:
     notes: list[str] = field(default_factory=list)
     """Worth knowing of this machine; nothing to change."""
 
+    speed: list[str] = field(default_factory=list)
+    """Who makes fused kernels and compiles blocks on this machine, and why, in lines."""
+
     memory: list[str] = field(default_factory=list)
     """What a rank would hold with the first batch, in lines."""
     predicted_memory: dict[str, object] = field(default_factory=dict)
@@ -282,6 +285,7 @@ class _Check:
         from mindspeed_mm.fsdp.models.facts import facts_of
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
+        from mindspeed_mm.fsdp.plan.speed_facts import describe_choices
         from mindspeed_mm.tasks.check.model import check_reference, check_stored_weights
 
         arguments = self.config.arguments
@@ -304,6 +308,7 @@ class _Check:
                 self.add(error)
         else:
             self.result.warnings += self.plan.parallel.warnings
+            self.result.speed = describe_choices(self.outline.model, self.plan.features)
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels, apply_fused_kernels
+from mindspeed_mm.fsdp.features.speed.choice import SpeedFacts, choose_compile, choose_fused
+from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels
 from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import KernelsGivenUp, choose_kernels
@@ -17,20 +18,24 @@ from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 
 def apply_speed(
-    model: nn.Module, model_args: ModelArguments, features: FeatureArguments, training: TrainingArguments
+    model: nn.Module,
+    model_args: ModelArguments,
+    features: FeatureArguments,
+    training: TrainingArguments,
+    facts: SpeedFacts,
 ) -> None:
     """All steps, in order; each raises `ConfigError` or `MachineError` for what it cannot do here."""
     check_attention_trains(model_args.attn_implementation)
     choose_kernels(model, model_args)
-    apply_fused_kernels(model, features.fused_kernels)
+    wish, compiled = features.fused_kernels, features.compile == "auto" and choose_compile("auto", facts).what
+    apply_fused_kernels(model, choose_fused(wish, facts, blocks_compiled=bool(compiled)), is_wish=wish is True)
     apply_low_precision(model, training.quantization_plan)
 
 
 def describe_speed(model: nn.Module) -> dict[str, str]:
-    """What was done, by a word for the log; nothing where nothing was."""
+    """What was done beside fused kernels, by a word for the log; nothing where nothing was."""
     facts = facts_of(model)
     done = {
-        "fused": facts.noted(FusedKernels),
         "8 bits": facts.noted(LowPrecision),
         "kernels": facts.noted(KernelsGivenUp),
     }

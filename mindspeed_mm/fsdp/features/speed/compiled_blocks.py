@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import inspect
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.compiled_calls import CompiledForward, CompiledKind, CountedBackend
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
@@ -33,29 +35,83 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names
 BACKEND_KEY = "features.compile_plan.backend"
 MODE_KEY = "features.compile_plan.mode"
 MODULES_KEY = "features.compile_plan.apply_modules"
-GRAPHS_PER_FORWARD = 32
-"""Most graphs of one piece of code: kinds of layers, times static and variable sizes, times training and evaluation."""
-
 _READS_THE_DEVICE = frozenset({"tolist", "item", "nonzero"})
 
 
+@dataclass(frozen=True)
+class CompiledBlocks:
+    """The kinds of blocks of a model that are compiled: a fact of the model, for those who count."""
+
+    kinds: tuple[CompiledKind, ...]
+
+    def counts(self) -> dict[str, int]:
+        """Most compilations of a block, calls that graphs were to compute, and those in which one ran."""
+        return {
+            "compilations": max((kind.compilations for kind in self.kinds), default=0),
+            "calls": sum(kind.calls for kind in self.kinds),
+            "compiled_calls": sum(kind.compiled_calls for kind in self.kinds),
+        }
+
+    def describe(self) -> str:
+        """Return a phrase for the log: blocks by kind, compilations of one, and how many calls graphs computed."""
+        blocks, counts = ", ".join(f"{kind.blocks} {kind.name}" for kind in self.kinds), self.counts()
+        return (
+            f"{blocks}: at most {counts['compilations']} compilations of a block, {counts['compiled_calls']:,} of "
+            f"{counts['calls']:,} calls ran compiled"
+        )
+
+    def given_up(self) -> dict[str, str]:
+        """Name of a kind → why calls of it compute by plain operations; kinds of which none does are absent."""
+        return {kind.name: kind.reason for kind in self.kinds if kind.reason}
+
+
 def compile_modules(
-    model: nn.Module, plan: CompilePlan, names: Sequence[str], kind: ForwardKind = ForwardKind.COMPILE
-) -> None:
-    """Compile modules' forward passes at their first call; call it before sharding.
+    model: nn.Module,
+    plan: CompilePlan,
+    names: Sequence[str],
+    kind: ForwardKind = ForwardKind.COMPILE,
+    *,
+    most: int | None = None,
+) -> CompiledBlocks:
+    """Compile modules' forward passes at their first call; call it before sharding. `facts_of(model)` keeps what is
+    returned.
 
     Args:
         model: Parameters on meta or real; of a pipeline, this rank's part.
         plan: Compiler and its settings, checked by `check_backend`.
         names: Of the modules, from `modules_to_compile`.
         kind: `COMPILE_RECOMPUTED` around what computes modules again.
+        most: Compilations of a block after which calls that fit no graph compute by plain operations, as do calls
+            without gradients and graphs that the backend fails on; None: everything is compiled or fails.
     """
     draw_graph_borders()
+    kinds: dict[object, CompiledKind] = {}
     for name in names:
         module = model.get_submodule(name)
+        alike = what_it_computes(module)
+        if alike not in kinds:
+            backend = CountedBackend(plan.backend, plan.mode, forgives=most is not None)
+            kinds[alike] = CompiledKind(type(module).__name__, backend, plan.dynamic, most)
+        kinds[alike].blocks += 1
         for inner in readers_of_the_device(module):
             replace_forward(inner, kind, RemadeForward(inner.forward, torch.compiler.disable))
-        replace_forward(module, kind, RemadeForward(module.forward, compiler_of(plan)))
+        replace_forward(module, kind, CompiledForward(module.forward, kinds[alike]))
+    compiled = CompiledBlocks(tuple(kinds.values()))
+    facts_of(model).note(compiled)
+    return compiled
+
+
+def what_it_computes(block: nn.Module) -> object:
+    """What blocks have in common that can share graphs: classes and settings of all that they are made of, shapes and
+    types of their parameters, and which of these are trained. Numbers are left out: the place of a block is one."""
+    found: list[object] = []
+    for name, module in block.named_modules():
+        settings = tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, str | bool)))
+        absent = tuple(key for key, value in vars(module).items() if value is None)
+        found.append((name, type(module), settings, absent))
+    for name, parameter in block.named_parameters():
+        found.append((name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
+    return tuple(found)
 
 
 def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> list[str]:
@@ -83,28 +139,6 @@ def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str
         way_out = "Name modules that are repeated, e.g. 'model.layers.{*}'."
         raise ConfigError(problem, key=MODULES_KEY, way_out=way_out)
     return [name for name in found if not is_inside(name, found, strict=True)]
-
-
-def compiler_of(plan: CompilePlan) -> Callable[[Forward], Forward]:
-    """What makes a compiled forward of a forward."""
-
-    limit = _limit_of_graphs()
-
-    def compiled(forward: Forward) -> Forward:
-        return torch.compile(forward, backend=plan.backend, mode=plan.mode, dynamic=plan.dynamic, **limit)
-
-    return compiled
-
-
-def _limit_of_graphs() -> dict[str, int]:
-    """The argument of `torch.compile` for `GRAPHS_PER_FORWARD`. Releases that take no limit for a function have one
-    for the process, which is raised."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": GRAPHS_PER_FORWARD}
-    import torch._dynamo.config as settings  # see `_backends`
-
-    settings.recompile_limit = max(settings.recompile_limit, GRAPHS_PER_FORWARD)
-    return {}
 
 
 class RemadeForward:

@@ -7,19 +7,23 @@ where it gives what the plain formula gives. No parameter changes its name, and 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.features.speed.choice import FUSED_KEY, SpeedChoice
+from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators, fused_operators
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.layer_operators import plain_norm, plain_rotary
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 ROTARY = "apply_rotary_pos_emb"
@@ -29,84 +33,77 @@ _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """What was replaced, for the log."""
+    """What was chosen and replaced: a fact of the model, for the log."""
 
-    provider: str
+    choice: SpeedChoice
     counts: Mapping[str, int]
     """Operation → modules."""
 
     def __str__(self) -> str:
         replaced = [f"{number} {name}" for name, number in self.counts.items() if number]
-        return f"{', '.join(replaced)} by {self.provider}"
+        return f"{', '.join(replaced)} by {self.choice}" if replaced else str(self.choice)
 
 
-def apply_fused_kernels(model: nn.Module, wish: bool | Literal["auto"]) -> None:
+def apply_fused_kernels(model: nn.Module, choice: SpeedChoice, *, is_wish: bool = False) -> None:
     """Replace what can be replaced, in place; `FusedKernels` in `facts_of(model)` says what.
 
     Args:
         model: Built, parameters on meta or real; call it before packing, adapters' first values and sharding.
-        wish: `features.fused_kernels`.
+        choice: Of `choose_fused`.
+        is_wish: Whether the configuration asks for it: a model that has nothing to replace is then an error.
 
     Raises:
-        MachineError: The device has no such kernels, or their package is not installed; `auto` then takes none.
-        ConfigError: The model has nothing to replace, and `auto` was not the wish.
+        MachineError: The package lacks an operator.
+        ConfigError: The model has nothing to replace, and the configuration asks for it.
     """
-    if wish is False:
-        return
-    try:
-        operators = fused_operators()
-    except MachineError:
-        if wish == "auto":
-            return
-        raise
-    counts = {
-        "RMS norms": _replace(model, _is_rms_norm, lambda module: FusedNorm(module, operators)),
-        "gated linear units": _replace(model, _is_gated, lambda module: FusedGate(module, operators)),
-        "rotary embeddings": _turn_by(model, operators),
-    }
-    if any(counts.values()):
-        facts_of(model).note(FusedKernels(operators.provider, counts))
-    elif wish is True:
-        raise ConfigError(
-            f"{type(model).__name__} has no norm, rotary embedding or gated linear unit that there is a kernel for",
-            key=KEY,
-            way_out="Set it to false.",
-        )
+    counts: dict[str, int] = {}
+    if choice.what:
+        operators = fused_operators(choice.what)
+        counts = {
+            "RMS norms": _replace(model, _is_rms_norm, _norm_forwards(operators)),
+            "gated linear units": _replace(model, _is_gated, _gate_forwards(operators)),
+            "rotary embeddings": _turn_by(model, operators),
+        }
+        if not any(counts.values()):
+            what = "has no norm, rotary embedding or gated linear unit that there is a kernel for"
+            if is_wish:
+                raise ConfigError(f"{type(model).__name__} {what}", key=FUSED_KEY, way_out="Set it to false.")
+            choice = SpeedChoice("", f"the model {what}")
+    facts_of(model).note(FusedKernels(choice, counts))
 
 
-class FusedNorm:
-    """The forward pass of an RMS norm.
+# Replaced forwards are methods of functions that modules share: the compiler tells other callables apart by their
+# identity, and would compile every layer anew.
 
-    Args:
-        module: Its weight and eps.
-        operators: The kernels.
-    """
 
-    def __init__(self, module: nn.Module, operators: FusedOperators) -> None:
+def _norm_forwards(operators: FusedOperators) -> Callable[[nn.Module], Forward]:
+    """What makes the forward of an RMS norm: (…, H) → (…, H), in the type of the input."""
+
+    @functools.cache
+    def function_of(variant: tuple[float, bool], eps: float) -> Callable[..., torch.Tensor]:
+        offset, rounds_first = variant
+
+        def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+            return operators.rms_norm(hidden_states, self.weight, eps, offset, rounds_first)
+
+        return forward
+
+    def forward_of(module: nn.Module) -> Forward:
         variant = norm_variant(module)
         assert variant is not None
-        self._module, self._operators, self._variant, self._eps = module, operators, variant, _eps(module)
+        return MethodType(function_of(variant, _eps(module)), module)
 
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(…, H), in the type of the input."""
-        return self._operators.rms_norm(hidden_states, self._module.weight, self._eps, *self._variant)  # type: ignore[arg-type]
+    return forward_of
 
 
-class FusedGate:
-    """The forward pass of a gated linear unit: between its projections one kernel.
+def _gate_forwards(operators: FusedOperators) -> Callable[[nn.Module], Forward]:
+    """What makes the forward of a gated linear unit: down(silu(gate(x)) · up(x)), (…, H) of (…, H), between whose
+    projections, which may be adapters by now, stands one kernel."""
 
-    Args:
-        module: Its projections, which may be adapters by now.
-        operators: The kernels.
-    """
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(operators.silu_mul(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
-    def __init__(self, module: nn.Module, operators: FusedOperators) -> None:
-        self._module, self._operators = module, operators
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(silu(gate(x)) · up(x)), (…, H), of an input (…, H)."""
-        module: Any = self._module
-        return module.down_proj(self._operators.silu_mul(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
+    return lambda module: MethodType(forward, module)
 
 
 def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Callable[[nn.Module], Forward]) -> int:
@@ -172,16 +169,6 @@ def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
     return None
 
 
-def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, rounds_first: bool) -> torch.Tensor:
-    """x / √(mean(x²) + eps) · (offset + weight), in fp32 inside (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if rounds_first:
-        weight = offset + weight if offset else weight
-        return weight * normed.to(x.dtype)
-    return (normed * (offset + weight.to(normed.dtype))).to(x.dtype)
-
-
 @torch.no_grad()
 def _is_gated(module: nn.Module) -> bool:
     """Whether it is down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202)."""
@@ -215,9 +202,3 @@ def _turns_plainly(module: nn.Module) -> bool:
         return all(torch.allclose(one, other) for one, other in zip(turned, wanted, strict=True))
     except (TypeError, RuntimeError, ValueError):
         return False
-
-
-def plain_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, D) with each head's halves turned into each other."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)

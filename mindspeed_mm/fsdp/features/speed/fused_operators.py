@@ -1,21 +1,26 @@
-"""The libraries that compute norms, rotary embeddings and gated linear units in one kernel, by
-device: liger on CUDA, torch_npu on NPUs. Both are installed packages: nothing is fetched.
+"""The operators that compute norms, rotary embeddings and gated linear units in one kernel each: liger's on CUDA,
+torch_npu's on NPUs, or our own by torch.compile. All are of installed packages: nothing is fetched.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.utils.device import get_device_type, npu_operator
-
-KEY = "features.fused_kernels"
+from mindspeed_mm.fsdp.features.speed.choice import COMPILED, FUSED_KEY, LIGER, NPU
+from mindspeed_mm.fsdp.ops.layer_operators import (
+    compiled_gate,
+    compiled_norm,
+    compiled_rotary,
+    plain_gate,
+    plain_norm,
+    plain_rotary,
+)
+from mindspeed_mm.fsdp.utils.device import npu_operator
 
 
 @dataclass(frozen=True)
@@ -32,29 +37,36 @@ class FusedOperators:
     """(gate, up) → silu(gate) · up."""
 
 
-def fused_operators() -> FusedOperators:
-    """Those of this device.
+def fused_operators(provider: str) -> FusedOperators:
+    """Those of `LIGER`, `NPU` or `COMPILED`. Tensors on meta, of models that are only looked at, go through the plain
+    formulas: kernels need data.
 
     Raises:
-        MachineError: There are none, or their package is not installed.
+        MachineError: torch_npu has no such operator.
     """
-    device_type = get_device_type()
-    if device_type == "cuda":
-        return _of_liger()
-    if device_type == "npu":
-        return _of_npu()
-    raise MachineError(
-        f"there are no fused kernels on '{device_type}'", key=KEY, way_out="Set it to auto, which takes none there."
-    )
+    found = {LIGER: _of_liger, NPU: _of_npu, COMPILED: _of_compiler}[provider]()
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
+        of = plain_norm if x.is_meta else found.rms_norm
+        return of(x, weight, eps, offset, rounds_first)
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if q.is_meta:
+            return plain_rotary(q, cos, sin), plain_rotary(k, cos, sin)
+        return found.rotary(q, k, cos, sin)
+
+    def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+        of = plain_gate if gate.is_meta else found.silu_mul
+        return of(gate, up)
+
+    return FusedOperators(provider, rms_norm, rotary, silu_mul)
+
+
+def _of_compiler() -> FusedOperators:
+    return FusedOperators(COMPILED, compiled_norm, compiled_rotary, compiled_gate)
 
 
 def _of_liger() -> FusedOperators:
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise MachineError(
-            "needs the package liger-kernel, which is not installed",
-            key=KEY,
-            way_out="pip install liger-kernel, or set it to auto.",
-        )
     norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     rope = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
     gated = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
@@ -67,11 +79,11 @@ def _of_liger() -> FusedOperators:
         turned_q, turned_k = rope.apply(q, k, cos, sin)
         return turned_q, turned_k
 
-    return FusedOperators("liger", rms_norm, rotary, gated.apply)
+    return FusedOperators(LIGER, rms_norm, rotary, gated.apply)
 
 
 def _of_npu() -> FusedOperators:
-    norm, rope, gated = (npu_operator(name, key=KEY) for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu"))
+    norm, rope, gated = (npu_operator(name, key=FUSED_KEY) for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu"))
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
         weight = weight + offset if offset else weight
@@ -85,4 +97,4 @@ def _of_npu() -> FusedOperators:
         output: Tensor = gated(torch.cat([gate, up], dim=-1), dim=-1)
         return output
 
-    return FusedOperators("torch_npu", rms_norm, rotary, silu_mul)
+    return FusedOperators(NPU, rms_norm, rotary, silu_mul)

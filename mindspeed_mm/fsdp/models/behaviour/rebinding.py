@@ -6,6 +6,7 @@ copy of these with other entries: no library is patched, and other models keep t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from types import FunctionType, MethodType
@@ -29,16 +30,23 @@ def global_of(module: nn.Module, name: str) -> Any:
 
 def rebind_globals(module: nn.Module, others: Mapping[str, Forward]) -> None:
     """Let a module's forward find other functions under these names; call it once on a module."""
-    replace_forward(module, ForwardKind.KERNEL, MethodType(function_with(_forward_of(module), others), module))
+    function = _shared_function(_forward_of(module), tuple(sorted(others.items())))
+    replace_forward(module, ForwardKind.KERNEL, MethodType(function, module))
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_function(function: FunctionType, others: tuple[tuple[str, Forward], ...]) -> FunctionType:
+    """One for all modules that are given the same functions: layers that share it share their compiled graphs."""
+    return function_with(function, dict(others))
 
 
 def function_with(function: FunctionType, others: Mapping[str, object]) -> FunctionType:
     """A function that finds other things under these names of its globals."""
     # Without its name the compiler takes these globals, and not the module's of that name.
     names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    other = FunctionType(
-        function.__code__, names | dict(others), function.__name__, function.__defaults__, function.__closure__
-    )
+    # Code of its own, too: the compiler keeps its graphs by code, and puts their names among the globals that it met.
+    code = function.__code__.replace()
+    other = FunctionType(code, names | dict(others), function.__name__, function.__defaults__, function.__closure__)
     other.__kwdefaults__ = function.__kwdefaults__
     other.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return other

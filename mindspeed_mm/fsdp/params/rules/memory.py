@@ -59,7 +59,7 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
             way_out="Leave model.attn_implementation out, or this key.",
         )
     delta_nets = [f"model.{name}" for name in SKIPS[1:] if getattr(model, name)]
-    if delta_nets and arguments.features.compile:
+    if delta_nets and arguments.features.compile is True:
         yield Problem(
             "true, but features.compile compiles a block into one graph, from which no layer can be left out",
             key=delta_nets[0],
@@ -101,7 +101,7 @@ def _weights_can_wait(arguments: Arguments) -> Iterator[Problem]:
     for key, (is_set, what, value) in others.items():
         if is_set:
             yield Problem(f"true, but {key} {what}", key=WEIGHTS, way_out=f"Set it to false, or {key} to {value}.")
-    if arguments.features.compile and arguments.features.recompute_plan.mode == "selective":
+    if arguments.features.compile is True and arguments.features.recompute_plan.mode == "selective":
         yield Problem(
             "true, but what brings the weights would be compiled with blocks that keep results of single operations",
             key=WEIGHTS,

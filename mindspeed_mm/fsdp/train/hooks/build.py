@@ -11,8 +11,9 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.features.speed.compiled_blocks import GraphCount
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import CompiledBlocks, GraphCount
 from mindspeed_mm.fsdp.features.speed.low_precision import find_scales, scales_after_update
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.calibration import calibration
 from mindspeed_mm.fsdp.models.lora.first_values import FROM_DATA
 from mindspeed_mm.fsdp.optimizer.ema import Ema
@@ -163,41 +164,59 @@ MOST_LATE_GRAPHS = 4
 
 
 def compile_hook(parts: RunParts) -> Hook | None:
-    """The hook, where `features.compile` is on."""
-    return CompileHook(parts.record.note) if parts.arguments.features.compile else None
+    """The hook, where blocks of this rank are compiled."""
+    compiled = facts_of(parts.assembled.model).noted(CompiledBlocks)
+    return CompileHook(compiled, parts.record) if compiled is not None and compiled.kinds else None
 
 
 class CompileHook(Hook):
-    """Counts graphs from the first step on: says what the compiler made of the blocks, and warns once when it goes on
-    compiling.
+    """Counts compilations and calls of blocks from the first step on: says what the compiler made of them, which blocks
+    compute by plain operations and why, and warns once when it goes on compiling.
 
     Args:
-        note: Writes a line to the log.
+        compiled: The blocks.
+        record: Where it is told and written down.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self, compiled: CompiledBlocks, record: RunRecord) -> None:
+        self._compiled, self._record = compiled, record
         self._count = GraphCount()
         self._steps = 0
         self._settled: int | None = None
+        self._told: set[str] = set()
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Graphs of a run before this one in the same process do not count."""
         self._count = GraphCount()
 
     def before_next_step(self, engine: TrainEngine) -> None:
-        """One line when the first steps are done, another when too much is compiled again."""
+        """One line when the first steps are done, others when blocks are given up or too much is compiled again."""
         self._steps += 1
+        for kind, reason in self._compiled.given_up().items():
+            if kind not in self._told:
+                self._told.add(kind)
+                line = f"compile {kind}: plain operations for what its graphs do not fit: {reason}"
+                self._record.event("compile", engine.iteration, line, block=kind, reason=reason)
         if self._steps == SETTLED_STEPS:
             self._settled = self._count.graphs
-            self._note(f"compile {self._count.describe()} in {SETTLED_STEPS} steps")
+            self._tell(engine.iteration)
         elif self._settled is not None and self._count.graphs > self._settled + MOST_LATE_GRAPHS:
-            self._note(
+            self._record.note(
                 f"warning: {self._count.graphs - self._settled} graphs were compiled after step {SETTLED_STEPS}: "
                 "shapes vary. Keep them stable by packing (data.dataset_param.basic_parameters.packing), a larger "
                 "data.dataloader_param.collate_param.pad_to_multiple_of, or features.compile_plan.dynamic=true"
             )
             self._settled = None
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """What became of all calls."""
+        if self._steps > SETTLED_STEPS:
+            self._tell(engine.iteration)
+
+    def _tell(self, step: int) -> None:
+        line = f"compile {self._compiled.describe()}; {self._count.describe()} in {self._steps} steps"
+        numbers = self._compiled.counts()
+        self._record.event("compile", step, line, **numbers)
 
 
 # --- scales of 8-bit weights ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.tools.profile_request import REQUEST_FILE, ProfileRequest
 from mindspeed_mm.fsdp.tools.recorder import Recorder, Window, check_settings
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
+from mindspeed_mm.fsdp.utils.device import get_device_type
 
 Note = Callable[[str], None]
 
@@ -96,7 +97,8 @@ def build_memory_profile_hook(arguments: Arguments, rank: int, world_size: int, 
     ranks = existing_ranks(memory.dump_ranks, world_size, "tools.memory_profile.dump_ranks")
     for words in idle_settings(memory):
         note(f"warning: {words}")
-    if arguments.features.compile:
+    may_compile = arguments.features.compile is True or get_device_type() != "cpu"
+    if arguments.features.compile and may_compile:
         note("memory: while it is recorded, compiled blocks run as if features.compile were off")
     if rank not in ranks:
         return None

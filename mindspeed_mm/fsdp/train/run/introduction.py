@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.plan.speed_facts import describe_choices
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.run.began import kept_defaults
 from mindspeed_mm.fsdp.train.run.data import RunLoader
@@ -56,6 +57,8 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         detail(f"{word:<6} {part}")
+    for line in describe_choices(whole_of(assembled.model), assembled.plan.features):
+        (detail if get_device_type() == "cpu" else note)(f"speed  {line}")
     facts = facts_of(whole_of(assembled.model))
     if facts.attention is not None and facts.attention.install:
         note(f"faster {facts.attention.install}")

@@ -173,13 +173,12 @@ def test_sharded_steps_through_the_trainer(name: str, tmp_path: Path) -> None:
 
 def broken(yaml: str, words: list[str]) -> Any:
     """A compiler that doubles the outputs of a block's last operation would be seen."""
-    real = compiled_blocks.compiler_of
+    real = compiled_blocks.CompiledForward
 
-    def compiler_of(plan: CompilePlan) -> Any:
-        remake = real(plan)
-        return lambda forward: remake(lambda *args, **kwargs: forward(*args, **kwargs) * 1.001)
+    def compiled_forward(forward: Any, kind: Any) -> Any:
+        return real(lambda *args, **kwargs: forward(*args, **kwargs) * 1.001, kind)
 
-    compiled_blocks.compiler_of = compiler_of  # type: ignore[assignment]
+    compiled_blocks.CompiledForward = compiled_forward  # type: ignore[assignment,misc]
     return steps(yaml, words)
 
 

@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.speed import fused_kernels, fused_operators
+from mindspeed_mm.fsdp.features.speed.choice import NPU, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
-from mindspeed_mm.fsdp.features.speed.fused_kernels import (
-    FusedKernels,
-    apply_fused_kernels,
-    norm_variant,
-    plain_norm,
-    plain_rotary,
-)
+from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels, apply_fused_kernels, norm_variant
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
+from mindspeed_mm.fsdp.ops.layer_operators import plain_gate, plain_norm, plain_rotary
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from tests.helpers.tiny_models import make_tiny_qwen3
 
@@ -33,7 +30,7 @@ def exact() -> FusedOperators:
         "test",
         plain_norm,
         lambda q, k, cos, sin: (plain_rotary(q, cos, sin), plain_rotary(k, cos, sin)),
-        lambda gate, up: nn.functional.silu(gate) * up,
+        plain_gate,
     )
 
 
@@ -74,8 +71,8 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def fused(model: nn.Module, monkeypatch: pytest.MonkeyPatch, operators: FusedOperators) -> nn.Module:
-    monkeypatch.setattr(fused_kernels, "fused_operators", lambda: operators)
-    apply_fused_kernels(model, True)
+    monkeypatch.setattr(fused_kernels, "fused_operators", lambda _provider: operators)
+    apply_fused_kernels(model, SpeedChoice("test", "a test"), is_wish=True)
     return model
 
 
@@ -84,7 +81,8 @@ def test_all_of_them_and_the_same_numbers(folder: Path, monkeypatch: pytest.Monk
     model = fused(build(folder), monkeypatch, exact())
     assert list(model.state_dict()) == list(plain.state_dict())
     # Two layers: two norms and two of heads each, and the last one.
-    assert str(facts_of(model).noted(FusedKernels)) == "9 RMS norms, 2 gated linear units, 2 rotary embeddings by test"
+    said = "9 RMS norms, 2 gated linear units, 2 rotary embeddings by test (a test)"
+    assert str(facts_of(model).noted(FusedKernels)) == said
     assert differing(outcome(plain), outcome(model)) == []
 
 
@@ -133,18 +131,30 @@ def test_variants_are_told_apart_by_what_they_compute() -> None:
 def test_a_model_without_any_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has no norm"):
         fused(nn.Sequential(nn.Linear(4, 4)), monkeypatch, exact())
-    apply_fused_kernels(nn.Sequential(nn.Linear(4, 4)), "auto")
+    model = nn.Sequential(nn.Linear(4, 4))
+    apply_fused_kernels(model, SpeedChoice("test", "a test"))
+    assert str(facts_of(model).noted(FusedKernels)).startswith("off (the model has no norm")
 
 
-def test_a_device_without_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_none_changes_nothing(folder: Path) -> None:
     model = build(folder)
-    with pytest.raises(MachineError, match="no fused kernels on 'cpu'"):
-        apply_fused_kernels(model, True)
-    apply_fused_kernels(model, "auto")
-    assert facts_of(model).noted(FusedKernels) is None
-    monkeypatch.setattr(fused_operators, "get_device_type", lambda: "cuda")
-    with pytest.raises(MachineError, match="liger-kernel"):
-        apply_fused_kernels(model, True)
+    apply_fused_kernels(model, SpeedChoice("", "a reason"))
+    assert describe_forwards(model) == ""
+    assert str(facts_of(model).noted(FusedKernels)) == "off (a reason)"
+
+
+def test_models_on_meta_are_looked_at_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel needs data, which a forecast has not."""
+
+    def kernel(*_: Any) -> Any:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(fused_operators, "_of_liger", lambda: FusedOperators("liger", kernel, kernel, kernel))
+    operators = fused_operators.fused_operators("liger")
+    x, q, angle = (torch.zeros(*shape, device="meta") for shape in ((3, 8), (2, 4, 3, 8), (2, 3, 8)))
+    assert operators.rms_norm(x, x[0], 1e-6, 0.0, True).shape == x.shape
+    assert operators.rotary(q, q, angle, angle)[1].shape == q.shape
+    assert operators.silu_mul(x, x).shape == x.shape
 
 
 def test_operators_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +162,10 @@ def test_operators_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "npu_rms_norm": lambda x, weight, epsilon: (plain_norm(x, weight, epsilon, 0.0, True), None),
         "npu_rotary_mul": lambda x, cos, sin: plain_rotary(x, cos[:, 0], sin[:, 0]),
-        "npu_swiglu": lambda x, dim: nn.functional.silu(x.chunk(2, dim)[0]) * x.chunk(2, dim)[1],
+        "npu_swiglu": lambda x, dim: plain_gate(*x.chunk(2, dim)),
     }
     monkeypatch.setattr(fused_operators, "npu_operator", lambda name, key: fakes[name])
-    monkeypatch.setattr(fused_operators, "get_device_type", lambda: "npu")
-    operators, expected = fused_operators.fused_operators(), exact()
+    operators, expected = fused_operators.fused_operators(NPU), exact()
     x, weight = torch.randn(3, 8), torch.randn(8)
     assert torch.equal(operators.rms_norm(x, weight, 1e-6, 1.0, False), plain_norm(x, weight + 1, 1e-6, 0.0, True))
     q, k, angle = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8)
