@@ -6,6 +6,7 @@ Nothing is loaded, nothing runs on a device, and no process group is needed: any
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,17 +30,19 @@ from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike
 from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
+logger = logging.getLogger(__name__)
 _TEXT_WIDTH = 4096
 """Width of the text features of both families, where the folder does not say."""
 
 
 def forecast(
-    arguments: Arguments, batch: Batch, world_size: int = 1, device_type: str | None = None
+    arguments: Arguments, batch: Batch, world_size: int = 1, device_type: str | None = None, *, whole: bool = False
 ) -> MemoryPrediction:
     """The memory of a training step, from the second one on.
 
@@ -48,19 +51,40 @@ def forecast(
         batch: One micro-batch, as collated or as prepared by the objective.
         world_size: Ranks.
         device_type: Of the ranks; None: of this machine.
+        whole: Simulate every block of the model, where otherwise a few of each kind stand for all. The result is the
+            same.
 
     Raises:
         ConfigError: The model cannot be built, or the sizes do not fit.
     """
     outline = build_outline(arguments)
     plan = resolve_plan(outline, arguments, resolve_parallel_sizes(arguments.parallel, world_size))
-    return forecast_plan(outline, plan, arguments, batch, device_type)
+    return forecast_plan(outline, plan, arguments, batch, device_type, whole=whole)
 
 
 def forecast_plan(
-    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None = None
+    outline: Outline,
+    plan: ModelPlan,
+    arguments: Arguments,
+    batch: Batch,
+    device_type: str | None = None,
+    *,
+    whole: bool = False,
 ) -> MemoryPrediction:
     """As `forecast`, of a model and a plan that are there. The model is of no use afterwards."""
+    if not whole:
+        try:
+            return _forecast(outline, plan, arguments, batch, device_type, whole=False)
+        except NotAlike as error:
+            logger.debug("every block is simulated: %s", error)
+            outline = build_outline(arguments)
+            plan = resolve_plan(outline, arguments, plan.parallel.sizes)
+    return _forecast(outline, plan, arguments, batch, device_type, whole=True)
+
+
+def _forecast(
+    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None, *, whole: bool
+) -> MemoryPrediction:
     model, device_type = outline.model, device_type or get_device_type()
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
     # Graphs hold about what single operations hold, and compiling takes longer than anything; offloading is simulated.
@@ -86,6 +110,7 @@ def forecast_plan(
         partial(_loss, objective),
         device_type=device_type,
         media=[tower.key for tower in outline.spec.towers],
+        whole=whole,
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
     on_device, on_host = reference, prediction.on_host
