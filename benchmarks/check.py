@@ -7,6 +7,7 @@ imported before costs nothing here. `python -m benchmarks.check FOLDER` is one c
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -51,11 +52,13 @@ def run(work: Path) -> dict[str, Any]:
 
 def one_check(work: Path, *, whole: bool) -> dict[str, Any]:
     """Check in this process."""
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: F401
-
     from mindspeed_mm.fsdp.train.memory import forecast as forecasts
-    from mindspeed_mm.tasks.check import check, memory, model  # noqa: F401
+    from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+    from mindspeed_mm.tasks.check import check
 
+    prepare_for_transformers()
+    for name in ("mindspeed_mm.tasks.check.memory", "transformers.models.deepseek_v3.modeling_deepseek_v3"):
+        importlib.import_module(name)
     words = _prepared(work)
     asked: list[tuple[Any, ...]] = []
     predictions, spent = [], []

@@ -106,14 +106,23 @@ def kinds_of(
     return kinds, list(counted.values())
 
 
-def _roles(units: Sequence[Sequence[HeldUnit]]) -> dict[str, list[object]]:
-    """Name of a parameter → what the ranks hold of it, and with which modules it is gathered."""
-    roles: dict[str, list[object]] = {}
+class _Role(NamedTuple):
+    """What a rank of a pipeline holds of a parameter, and with which modules it is gathered."""
+
+    rank: int
+    shards: int
+    names: tuple[str, ...]
+    held: tuple[object, ...]
+
+
+def _roles(units: Sequence[Sequence[HeldUnit]]) -> dict[str, list[_Role]]:
+    """Those of each parameter, by name."""
+    roles: dict[str, list[_Role]] = {}
     for rank, of_rank in enumerate(units):
         for unit in of_rank:
             for held in unit.parameters:
                 of_one = (held.shape, held.computed, held.numel, held.padded_numel, held.dtype, held.is_trained)
-                roles.setdefault(held.name, []).append((rank, unit.shards, unit.names, of_one))
+                roles.setdefault(held.name, []).append(_Role(rank, unit.shards, unit.names, of_one))
     return roles
 
 
@@ -129,12 +138,11 @@ class _Block:
 
     def below(self, name: str) -> str:
         """A name without that of the block; any other text as it is."""
-        return name[len(self.name) :] if name.startswith(f"{self.name}.") else name
+        return name[len(self.name) :] if f"{name}.".startswith(f"{self.name}.") else name
 
-    def inside(self, role: object) -> object:
+    def inside(self, role: _Role) -> _Role:
         """A parameter's role, with names below the block instead of whole ones."""
-        rank, shards, names, of_one = role  # type: ignore[misc]
-        return rank, shards, [name.removeprefix(self.name) for name in names], of_one
+        return role._replace(names=tuple(map(self.below, role.names)))
 
 
 class _Likeness:
@@ -142,7 +150,7 @@ class _Likeness:
     what lies outside of both is the same object, or equal through and through."""
 
     def __init__(
-        self, left: _Block, right: _Block, roles: Mapping[str, list[object]], owners: Mapping[int, int]
+        self, left: _Block, right: _Block, roles: Mapping[str, list[_Role]], owners: Mapping[int, int]
     ) -> None:
         self._left, self._right, self._roles, self._owners = left, right, roles, owners
         self._seen: dict[tuple[int, int], object] = {}

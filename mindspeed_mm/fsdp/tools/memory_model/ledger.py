@@ -111,11 +111,8 @@ class MemoryLedger:
     def peak(self) -> int:
         """The moment when most bytes were held."""
         held = most = moment = 0
-        for position, event in enumerate(self.log.events, start=1):
-            entry = abs(event) - 1
-            if self.log.labels[entry].category == HOST:
-                continue
-            held += self.log.sizes[entry] if event > 0 else -self.log.sizes[entry]
+        for position, change in enumerate(self._changes(), start=1):
+            held += change
             if held > most:
                 most, moment = held, position
         return moment
@@ -123,28 +120,39 @@ class MemoryLedger:
     def resident(self) -> int:
         """Most bytes that a process keeps on a host, above what is there already: glibc hands large blocks back when
         they are free, and keeps up to 1 GiB of small ones for the next step (`utils.host_memory`)."""
-        small, highest = 0, 0
-        held = []  # (large, small) after each event
-        large = 0
-        for event in self.log.events:
-            entry = abs(event) - 1
-            if self.log.labels[entry].category == HOST:
-                continue
-            change = self.log.sizes[entry] if event > 0 else -self.log.sizes[entry]
-            if self.log.sizes[entry] >= FROM_HEAP_BYTES:
-                large += change
-            else:
+        changes = self._changes()
+        small = highest = 0
+        for change in changes:
+            if abs(change) < FROM_HEAP_BYTES:
                 small += change
                 highest = max(highest, small)
-            held.append((large, small))
-        return max((big + min(highest, little + KEPT_BYTES) for big, little in held), default=0)
+        small = large = most = 0
+        for change in changes:
+            if abs(change) < FROM_HEAP_BYTES:
+                small += change
+            else:
+                large += change
+            most = max(most, large + min(highest, small + KEPT_BYTES))
+        return most
+
+    def _changes(self) -> list[int]:
+        """Bytes that each event adds to what is held."""
+        sizes = [0]
+        for label, size in zip(self.log.labels, self.log.sizes, strict=True):
+            sizes.append(0 if label.category == HOST else size)
+        return [sizes[event] if event > 0 else -sizes[-event] for event in self.log.events]
 
     def alive_at(self, moment: int) -> Counter[Label]:
         """Bytes by label that were held at a moment."""
-        alive: Counter[Label] = Counter()
+        held: dict[int, None] = {}
         for event in self.log.events[:moment]:
-            entry = abs(event) - 1
-            alive[self.log.labels[entry]] += self.log.sizes[entry] if event > 0 else -self.log.sizes[entry]
+            if event > 0:
+                held[event] = None
+            else:
+                held.pop(-event, None)
+        alive: Counter[Label] = Counter()
+        for entry in held:
+            alive[self.log.labels[entry - 1]] += self.log.sizes[entry - 1]
         return Counter({label: size for label, size in alive.items() if size and label.category != HOST})
 
     def phase_at(self, moment: int) -> str:

@@ -58,7 +58,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     step_bytes,
     trained_of,
 )
-from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike, Run, unrolled
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import Run, unrolled
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _ABOUT_SHAPES = re.compile(
@@ -190,7 +190,8 @@ def predict_memory(
         Of the rank of a pipeline that holds most.
 
     Raises:
-        NotAlike: Blocks cannot stand for one another: a model that is built anew must be simulated whole.
+        NotAlike: Blocks cannot stand for one another. After this and any other error a model that is built anew must be
+            simulated whole.
     """
     stages, count = plan.parallel.stages, 1
     if stages is not None:
@@ -206,7 +207,7 @@ def predict_memory(
     # The model's code may look at what is not there.
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         if simulated.leaves_out:
-            raise NotAlike("a simulation by kinds failed") from error
+            raise
         simulated.approximate(batch, error)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
     return max(predictions, key=lambda prediction: prediction.peak)

@@ -97,9 +97,9 @@ class _Unrolling:
             self._compare(run)
         self._new = Log()
         self._entries: dict[int, int] = {}
-        """Entry of the books as they are → the same in the new ones."""
+        """Number of an entry in events of the books as they are → in those of the new ones."""
         self._made: dict[tuple[int, int, Work, _Name], int] = {}
-        """Run, block among all of it, work, name → entry of the new books."""
+        """Run, block among all of it, work, name → number in events of the new books."""
 
     def _cut(self) -> list[_Segment]:
         """The events, segment by segment."""
@@ -215,26 +215,26 @@ class _Unrolling:
 
     def _write(self, number: int, block: int, *, is_copy: bool = False) -> None:
         """Write a segment for a block of the whole run."""
-        segment, new = self._segments[number], self._new
-        for place in range(segment.start, segment.end):
-            event = self._log.events[place]
+        segment, new, made = self._segments[number], self._new, self._made
+        run, work = segment.run, segment.work
+        for event in self._log.events[segment.start : segment.end]:
+            born = self._born[abs(event) - 1]
             if event > 0:
-                new.labels.append(self._log.labels[event - 1])
-                new.sizes.append(self._log.sizes[event - 1])
-                entry = len(new.sizes) - 1
-                new.events.append(entry + 1)
-                if segment.run >= 0:
-                    self._made[segment.run, block, segment.work, self._born[event - 1].entry] = entry
+                label, size, _ = born.entry
+                new.labels.append(label)
+                new.sizes.append(size)
+                entry = len(new.sizes)
+                new.events.append(entry)
+                if run >= 0:
+                    made[run, block, work, born.entry] = entry
                 if not is_copy:
-                    self._entries[event - 1] = entry
+                    self._entries[event] = entry
                 continue
-            born = self._born[-event - 1]
             by = self._segments[born.segment]
             if self._is_near(segment, by):
-                entry = self._made[segment.run, block + by.block - segment.block, by.work, born.entry]
+                new.events.append(-made[run, block + by.block - segment.block, by.work, born.entry])
             else:
-                entry = self._entries[-event - 1]
-            new.events.append(-entry - 1)
+                new.events.append(-self._entries[-event])
 
 
 class _Moved:

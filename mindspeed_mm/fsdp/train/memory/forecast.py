@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
@@ -30,7 +32,6 @@ from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units
-from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike
 from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -72,10 +73,19 @@ def forecast_plan(
     whole: bool = False,
 ) -> MemoryPrediction:
     """As `forecast`, of a model and a plan that are there. The model is of no use afterwards."""
+    with passed_over_by_collection():  # a model and what was imported are millions of objects
+        return _forecast_by_kinds(outline, plan, arguments, batch, device_type, whole=whole)
+
+
+def _forecast_by_kinds(
+    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None, *, whole: bool
+) -> MemoryPrediction:
     if not whole:
         try:
             return _forecast(outline, plan, arguments, batch, device_type, whole=False)
-        except NotAlike as error:
+        except MMError:
+            raise
+        except Exception as error:  # noqa: BLE001 (blocks differ after all; or what else it is shows once more)
             logger.debug("every block is simulated: %s", error)
             outline = build_outline(arguments)
             plan = resolve_plan(outline, arguments, plan.parallel.sizes)
