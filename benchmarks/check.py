@@ -23,7 +23,7 @@ from benchmarks.rounds import spread
 EXAMPLE = ROOT / "examples" / "deepseek_v3" / "deepseek_v3_671B_config.yaml"
 RELEASED = ROOT / "tests" / "released" / "deepseek-v3.json"
 RANKS = 256
-RUNS = 5
+RUNS = 3
 CHECK_TARGET_S, FORECAST_TARGET_S = 8.0, 3.0
 TIMEOUT_S = 300.0
 

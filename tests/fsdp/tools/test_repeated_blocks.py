@@ -21,8 +21,8 @@ from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.tools.memory_model import kinds, repeats, unrolling
 from mindspeed_mm.fsdp.tools.memory_model.kinds import PERIODS, find_alike, kinds_of
-from mindspeed_mm.fsdp.tools.memory_model.ledger import Label, MemoryLedger, Place
-from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike, Run, unrolled
+from mindspeed_mm.fsdp.tools.memory_model.ledger import BookedWork, Label, MemoryLedger
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike, SimulatedRun, unrolled
 from mindspeed_mm.fsdp.train.memory import forecast as forecasts
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from tests.helpers.needed_memory import asked_of, with_record
@@ -109,12 +109,17 @@ def counting() -> Iterator[Counter[str]]:
         with mock.patch.object(module, "_call_impl", run):
             return call(self, index, *args, **kwargs)
 
-    def given_up(_text: str, error: Exception) -> None:
-        calls[str(error)] += 1
+    def forecast_or_not(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return simulated(*args, **kwargs)
+        except Exception as error:
+            calls[str(error)] += 1
+            raise
 
+    simulated = forecasts._forecast
     with (
         mock.patch.object(repeats.RepeatedBlocks, "_call", noted),
-        mock.patch.object(forecasts.logger, "debug", given_up),
+        mock.patch.object(forecasts, "_forecast", forecast_or_not),
     ):
         yield calls
 
@@ -268,7 +273,7 @@ def books(blocks: int, *, larger: int = -1, escapes: bool = False) -> MemoryLedg
     ledger.begin("forward")
     handed = ledger.take(Label("activations", "embedding"), 10)
     for number in range(blocks):
-        ledger.enter(Place("forward", 0, f"b{number}"))
+        ledger.enter(BookedWork("forward", 0, f"b{number}"))
         inner = ledger.take(Label("temporary", "block"), 7)
         kept.append((handed, ledger.take(Label("activations", "block"), 9 if number == larger else 3)))
         ledger.give_back(inner)
@@ -277,7 +282,7 @@ def books(blocks: int, *, larger: int = -1, escapes: bool = False) -> MemoryLedg
     ledger.begin("backward")
     coming = ledger.take(Label("temporary", "loss"), 5)
     for number in reversed(range(blocks)):
-        ledger.enter(Place("backward", 0, f"b{number}"))
+        ledger.enter(BookedWork("backward", 0, f"b{number}"))
         ledger.give_back(handed)
         handed, own = kept[number]
         ledger.take(Label("gradients", "block"), 8)
@@ -286,13 +291,13 @@ def books(blocks: int, *, larger: int = -1, escapes: bool = False) -> MemoryLedg
             ledger.give_back(own)
         ledger.give_back(coming)
         coming = going
-    ledger.enter(Place("", 0, ""))
+    ledger.enter(BookedWork("", 0, ""))
     for _, own in kept if escapes else ():
         ledger.give_back(own)
     return ledger
 
 
-RUN = Run(("b0", "b1", "b2", "b3"), 1, 6)
+RUN = SimulatedRun(("b0", "b1", "b2", "b3"), 1, 6)
 
 
 def read(ledger: MemoryLedger) -> tuple[object, ...]:
@@ -305,7 +310,7 @@ def read(ledger: MemoryLedger) -> tuple[object, ...]:
 def test_what_was_left_out_is_written() -> None:
     assert read(MemoryLedger(unrolled(books(4).log, [RUN]))) == read(books(10))
     assert read(MemoryLedger(unrolled(books(4).log, []))) == read(books(4))
-    elsewhere = Run(("c0", "c1", "c2", "c3"), 1, 6)  # of another rank
+    elsewhere = SimulatedRun(("c0", "c1", "c2", "c3"), 1, 6)  # of another rank
     assert read(MemoryLedger(unrolled(books(4).log, [elsewhere]))) == read(books(4))
 
 

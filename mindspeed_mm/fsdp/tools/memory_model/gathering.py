@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, Label, Place
+from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, BookedWork, Label
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of
 
 
@@ -74,9 +74,9 @@ class Gathering:
         for running in self._running:
             name = running.name
             block = self.block_of(name)
-            self.ledger.enter(Place(f"end of {name.removeprefix(block)}", self._finished, block))
+            self.ledger.enter(BookedWork(f"end of {name.removeprefix(block)}", self._finished, block))
             running.after_backward()
-        self.ledger.enter(Place("", self._finished, ""))
+        self.ledger.enter(BookedWork("", self._finished, ""))
         self._finished += 1
         self._departed_is(None)
         self._order.clear()
@@ -144,7 +144,7 @@ class _RunningUnit:
 
     @property
     def name(self) -> str:
-        """Of its first module."""
+        """Name of the first module that it gathers."""
         return self._unit.names[0]
 
     @property

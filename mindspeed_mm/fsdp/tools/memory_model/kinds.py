@@ -89,11 +89,11 @@ def kinds_of(
     """
     roles = _roles(units)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    examples: list[_Block] = []
+    examples: list[_ComparedBlock] = []
     kinds: list[int] = []
     counted: dict[tuple[int, str], Counted] = {}
     for number, name in enumerate(blocks):
-        block = _Block(model, name, number)
+        block = _ComparedBlock(model, name, number)
         for kind in reversed(range(len(examples))):  # the latest kind most likely is this block's, too
             likeness = _Likeness(examples[kind], block, roles, owners)
             if likeness.holds():
@@ -126,7 +126,7 @@ def _roles(units: Sequence[Sequence[HeldUnit]]) -> dict[str, list[_Role]]:
     return roles
 
 
-class _Block:
+class _ComparedBlock:
     """A block, with the places of its modules and parameters in it."""
 
     def __init__(self, model: nn.Module, name: str, number: int) -> None:
@@ -150,7 +150,7 @@ class _Likeness:
     what lies outside of both is the same object, or equal through and through."""
 
     def __init__(
-        self, left: _Block, right: _Block, roles: Mapping[str, list[_Role]], owners: Mapping[int, int]
+        self, left: _ComparedBlock, right: _ComparedBlock, roles: Mapping[str, list[_Role]], owners: Mapping[int, int]
     ) -> None:
         self._left, self._right, self._roles, self._owners = left, right, roles, owners
         self._seen: dict[tuple[int, int], object] = {}

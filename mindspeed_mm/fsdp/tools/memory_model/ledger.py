@@ -24,7 +24,7 @@ CATEGORIES = (ACTIVATIONS, RECOMPUTED, TEMPORARY, GRADIENTS, GATHERED, REDUCTION
 """What a ledger of a device may hold; `HOST` beside them is memory that lies elsewhere and counts for nothing."""
 
 
-class Place(NamedTuple):
+class BookedWork(NamedTuple):
     """What is done for which block."""
 
     work: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Log:
-    """What a ledger holds."""
+    """What a ledger holds: its entries, and when they came and went."""
 
     labels: list[Label] = field(default_factory=list)
     """Of each entry."""
@@ -47,7 +47,7 @@ class Log:
     """An entry + 1 when it is taken, its negative when it is given back."""
     phases: list[tuple[int, str]] = field(default_factory=list)
     """Number of events before a phase, and its name."""
-    places: list[tuple[int, Place]] = field(default_factory=list)
+    places: list[tuple[int, BookedWork]] = field(default_factory=list)
     """Number of events before a place is come to."""
     moments: list[int] = field(default_factory=list)
     """Those that were noted."""
@@ -100,7 +100,7 @@ class MemoryLedger:
         """How many entries there are."""
         return len(self.log.sizes)
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: BookedWork) -> None:
         """What comes now is done there."""
         self.log.places.append((self.now, place))
 

@@ -58,7 +58,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     step_bytes,
     trained_of,
 )
-from mindspeed_mm.fsdp.tools.memory_model.unrolling import Run, unrolled
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import SimulatedRun, unrolled
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _ABOUT_SHAPES = re.compile(
@@ -222,7 +222,7 @@ class _SimulatedRank:
         self.gathering: Gathering | None = None
         self.kept: dict[str, int] = {}
 
-    def unroll(self, runs: Sequence[Run]) -> None:
+    def unroll(self, runs: Sequence[SimulatedRun]) -> None:
         """Write into the books what was left out of the simulation, and read what they noted."""
         self.ledger = MemoryLedger(unrolled(self.ledger.log, runs))
         for moment in self.ledger.log.moments:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from mindspeed_mm.fsdp.tools.memory_model.kinds import PERIODS, Alike, Counted, find_alike, kinds_of
-from mindspeed_mm.fsdp.tools.memory_model.ledger import MemoryLedger, Place
+from mindspeed_mm.fsdp.tools.memory_model.ledger import BookedWork, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit
-from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike, Run
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import NotAlike, SimulatedRun
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 FORWARD, BACKWARD = "forward", "backward"
@@ -160,7 +160,7 @@ class RepeatedBlocks:
             name = name.rpartition(".")[0]
         return ""
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[SimulatedRun]:
         """Blocks that ran for others, and for how many periods.
 
         Raises:
@@ -171,7 +171,7 @@ class RepeatedBlocks:
         found = []
         for begin, left_out in self._copies.items():
             period = self._alike[begin].period
-            found.append(Run(self._names[begin : begin + PERIODS * period], period, left_out // period))
+            found.append(SimulatedRun(self._names[begin : begin + PERIODS * period], period, left_out // period))
         return found
 
     def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -185,12 +185,12 @@ class RepeatedBlocks:
         if leaves_out:
             if ledger.taken != self._taken:
                 raise NotAlike(f"something is made in front of {self._names[index]}")
-            ledger.enter(Place("", index, ""))
+            ledger.enter(BookedWork("", index, ""))
             outputs = self._handed_on(index, given)
             self._returned[index] = _Values.of(outputs)
             return outputs
         number = self._times[index] = self._times.get(index, -1) + 1
-        ledger.enter(Place(FORWARD, number, self._names[index]))
+        ledger.enter(BookedWork(FORWARD, number, self._names[index]))
         outputs = self._modules[index]._call_impl(*args, **kwargs)
         self._taken = ledger.taken
         self._returned[index] = _Values.of(outputs)
@@ -198,7 +198,7 @@ class RepeatedBlocks:
 
     def _await_gradients(self, index: int, _module: nn.Module, _args: object, outputs: object) -> None:
         """The block's backward pass begins with the first gradient of what it made."""
-        came = _Came(self._simulation.ledger, Place(BACKWARD, self._times[index], self._names[index]))
+        came = _Came(self._simulation.ledger, BookedWork(BACKWARD, self._times[index], self._names[index]))
         given = self._given[index].leaves
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and _Leaf.of(tensor, given).linked < 0:
@@ -263,7 +263,7 @@ class RepeatedBlocks:
 class _Came:
     """Hook on the results of a block: its backward pass begins with the first gradient."""
 
-    def __init__(self, ledger: MemoryLedger, place: Place) -> None:
+    def __init__(self, ledger: MemoryLedger, place: BookedWork) -> None:
         self._ledger, self._place, self._has_come = ledger, place, False
 
     def __call__(self, _: torch.Tensor) -> None:

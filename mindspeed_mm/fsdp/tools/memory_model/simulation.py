@@ -118,7 +118,7 @@ class Simulation(TorchDispatchMode):
                 if id(parameter) not in made:
                     full_name = f"{prefix}.{name}" if prefix else name
                     new = self._empty(*as_computed(full_name, parameter)).requires_grad_(parameter.requires_grad)
-                    new._is_param = True  # type: ignore[attr-defined]  (what `nn.Parameter` makes of a kind of its own)
+                    new._is_param = True  # type: ignore[attr-defined]  # as `nn.Parameter` does
                     self.ignore(new)
                     made[id(parameter)] = new  # type: ignore[assignment]
                 module._parameters[name] = made[id(parameter)]

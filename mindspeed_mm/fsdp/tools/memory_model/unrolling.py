@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_mm.fsdp.tools.memory_model.kinds import PERIODS
-from mindspeed_mm.fsdp.tools.memory_model.ledger import Label, Log, Place
+from mindspeed_mm.fsdp.tools.memory_model.ledger import BookedWork, Label, Log
 
 Work = tuple[str, int]
 """What a block does, and for which time."""
@@ -28,7 +28,7 @@ class NotAlike(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """Blocks that were simulated for others behind them."""
 
     blocks: tuple[str, ...]
@@ -38,7 +38,7 @@ class Run:
     """Periods that were left out."""
 
 
-def unrolled(log: Log, runs: Sequence[Run]) -> Log:
+def unrolled(log: Log, runs: Sequence[SimulatedRun]) -> Log:
     """The books with what was left out.
 
     Args:
@@ -65,7 +65,7 @@ class _Segment(NamedTuple):
     work: Work
 
 
-def _is_middle(segment: _Segment, run: Run) -> bool:
+def _is_middle(segment: _Segment, run: SimulatedRun) -> bool:
     return run.period <= segment.block < (PERIODS - 1) * run.period
 
 
@@ -77,7 +77,7 @@ class _Born(NamedTuple):
 
 
 class _Unrolling:
-    def __init__(self, log: Log, runs: Sequence[Run]) -> None:
+    def __init__(self, log: Log, runs: Sequence[SimulatedRun]) -> None:
         self._log, self._runs = log, runs
         self._segments = self._cut()
         self._born: dict[int, _Born] = {}
@@ -99,14 +99,14 @@ class _Unrolling:
         self._entries: dict[int, int] = {}
         """Number of an entry in events of the books as they are → in those of the new ones."""
         self._made: dict[tuple[int, int, Work, _Name], int] = {}
-        """Run, block among all of it, work, name → number in events of the new books."""
+        """Number of a run, block among all of it, work, name → number in events of the new books."""
 
     def _cut(self) -> list[_Segment]:
         """The events, segment by segment."""
         where: dict[str, tuple[int, int]] = {}
         for number, run in enumerate(self._runs):
             where |= {name: (number, position) for position, name in enumerate(run.blocks)}
-        places = [(0, Place("", 0, "")), *self._log.places]
+        places = [(0, BookedWork("", 0, "")), *self._log.places]
         ends = [start for start, _ in places[1:]] + [len(self._log.events)]
         found: list[_Segment] = []
         for (start, place), end in zip(places, ends, strict=True):
@@ -141,7 +141,7 @@ class _Unrolling:
                 ascends = min(first) < min(second)
                 self._copied[min(second) if ascends else min(first)] = (number, sorted(second), ascends)
 
-    def _check_neighbours(self, segment: _Segment, run: Run) -> None:
+    def _check_neighbours(self, segment: _Segment, run: SimulatedRun) -> None:
         """What blocks in the middle take and free is theirs, or of blocks a period away at most."""
         if not _is_middle(segment, run):
             return
@@ -188,7 +188,7 @@ class _Unrolling:
     # --- the new books ------------------------------------------------------------------------------------------------
 
     def written(self) -> Log:
-        """Write them."""
+        """Write the books of the whole step, segment by segment, with the copies in their places."""
         starts = []
         for number, segment in enumerate(self._segments):
             if number in self._copied:
