@@ -16,6 +16,7 @@ from benchmarks.machine import write_result
 
 NAMES = (
     "help",
+    "check",
     "loading",
     "saving",
     "conversion",

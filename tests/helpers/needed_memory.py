@@ -15,6 +15,7 @@ import torch
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.batch import NO_CODE, Batch
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
@@ -54,19 +55,25 @@ def needs_gib(card: ModelCard, hub: str, folder: Path) -> dict[Method, float | N
 
 def needed_gib(card: ModelCard, hub: str, method: Method, folder: Path) -> float | None:
     """As `needs_gib`, of one method."""
-    write_configuration(card, hub, folder)
+    arguments, batch = asked_of(card, hub, method, folder)
     least = _LEAST_BYTES[method]
     if not card.generates and _EXPERTS.search((folder / "config.json").read_text()):
         least = max(least, 2)  # experts keep their type where other layers are in four bits
     if (card.released[hub] or 0.0) * 1e9 * least > DEVICES_GIB[-1] * 2**30:
         return None
+    needed = forecast(arguments, batch, device_type="cuda").peak / 2**30
+    return round(needed, 1) if needed <= DEVICES_GIB[-1] else None
+
+
+def asked_of(card: ModelCard, hub: str, method: Method, folder: Path) -> tuple[Arguments, Batch]:
+    """The configuration and the micro-batch of a forecast; the model's configuration is written to the folder."""
+    write_configuration(card, hub, folder)
     changes: dict[str, Any] = {
         "model": {"model_name_or_path": str(folder)}, "features": {"recompute": True}, "training": {"save": None},
     }  # fmt: skip
     arguments = load_config(merged(smallest(card, method), changes)).arguments
     batch = _sample(card) if card.generates else _row(json.loads((folder / "config.json").read_text()))
-    needed = forecast(arguments, batch, device_type="cuda").peak / 2**30
-    return round(needed, 1) if needed <= DEVICES_GIB[-1] else None
+    return arguments, batch
 
 
 def with_record(card: ModelCard) -> Iterator[str]:

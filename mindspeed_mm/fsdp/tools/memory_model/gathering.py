@@ -7,14 +7,14 @@ rank's part of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, Label
+from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, BookedWork, Label
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of
 
 
@@ -54,11 +54,14 @@ class Gathering:
         self.simulation, self.units, self.ledger = simulation, units, simulation.ledger
         self.reduces = True
         """Whether the next backward pass communicates gradients."""
+        self.block_of: Callable[[str], str] = lambda module: ""
+        """Name of a module → the block that it is, or is inside of, where the books say so."""
         self._running = [_RunningUnit(self, unit) for unit in units]
         self._order: list[_RunningUnit] = []  # of the forward pass
         self._arrived: int | None = None
         self._ahead: tuple[_RunningUnit, int] | None = None
         self._departed: int | None = None
+        self._finished = 0
 
     def attach(self, model: nn.Module) -> None:
         """Hang the units' hooks on the simulated model."""
@@ -69,7 +72,12 @@ class Gathering:
     def finish(self) -> None:
         """A backward pass has ended: what is still gathered is reduced and freed."""
         for running in self._running:
+            name = running.name
+            block = self.block_of(name)
+            self.ledger.enter(BookedWork(f"end of {name.removeprefix(block)}", self._finished, block))
             running.after_backward()
+        self.ledger.enter(BookedWork("", self._finished, ""))
+        self._finished += 1
         self._departed_is(None)
         self._order.clear()
         self._ahead = None
@@ -133,6 +141,11 @@ class _RunningUnit:
         self._kept: list[int] = []  # whole gradients of micro-batches before
         self._has_gradients = self._is_backward = False
         self._missing = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the first module that it gathers."""
+        return self._unit.names[0]
 
     @property
     def size(self) -> int:

@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import (
 )
 from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
 from mindspeed_mm.fsdp.tools.memory_model.pipeline import SimulatedPipeline
+from mindspeed_mm.fsdp.tools.memory_model.repeats import RepeatedBlocks
 from mindspeed_mm.fsdp.tools.memory_model.simulation import (
     NOTE,
     Simulation,
@@ -57,6 +58,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     step_bytes,
     trained_of,
 )
+from mindspeed_mm.fsdp.tools.memory_model.unrolling import SimulatedRun, unrolled
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _ABOUT_SHAPES = re.compile(
@@ -169,6 +171,7 @@ def predict_memory(
     *,
     device_type: str = "cpu",
     media: Sequence[str] = (),
+    whole: bool = False,
 ) -> MemoryPrediction:
     """Predict the memory of a training step from the second one on.
 
@@ -181,9 +184,14 @@ def predict_memory(
         loss: What is minimised.
         device_type: Where it will run: on a CPU what is "on the host" is the same memory.
         media: Batch keys that feed what a pipeline's first stage alone has.
+        whole: Simulate every block. Otherwise a few of each kind are simulated, for all.
 
     Returns:
         Of the rank of a pipeline that holds most.
+
+    Raises:
+        NotAlike: Blocks cannot stand for one another. After this and any other error a model that is built anew must be
+            simulated whole.
     """
     stages, count = plan.parallel.stages, 1
     if stages is not None:
@@ -191,13 +199,15 @@ def predict_memory(
         count = stages.ranks
     ranks = range(count)
     units = [held_units(model, plan.parallel, rank) for rank in ranks]
-    simulated = _Step(arguments, model, plan, units, device_type)
+    simulated = _Step(arguments, model, plan, units, device_type, whole=whole)
     simulated.spread(plan.parallel)
     try:
         with as_computed_on(device_type):
             simulated.run(batch, loss, media)
     # The model's code may look at what is not there.
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        if simulated.leaves_out:
+            raise
         simulated.approximate(batch, error)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
     return max(predictions, key=lambda prediction: prediction.peak)
@@ -212,14 +222,21 @@ class _SimulatedRank:
         self.gathering: Gathering | None = None
         self.kept: dict[str, int] = {}
 
-    def note_kept(self) -> None:
-        """Activations that are alive now, by module, if they are the most so far."""
+    def unroll(self, runs: Sequence[SimulatedRun]) -> None:
+        """Write into the books what was left out of the simulation, and read what they noted."""
+        self.ledger = MemoryLedger(unrolled(self.ledger.log, runs))
+        for moment in self.ledger.log.moments:
+            sizes = self._kept_at(moment)
+            if sizes.total() >= sum(self.kept.values()):
+                self.kept = dict(sizes.most_common())
+
+    def _kept_at(self, moment: int) -> Counter[str]:
+        """Activations that are alive, by module."""
         sizes: Counter[str] = Counter()
-        for label, size in self.ledger.alive_at(self.ledger.now).items():
+        for label, size in self.ledger.alive_at(moment).items():
             if label.category == ACTIVATIONS:
                 sizes[label.module or "loss and others"] += size
-        if sizes.total() >= sum(self.kept.values()):
-            self.kept = dict(sizes.most_common())
+        return sizes
 
 
 class _Step:
@@ -232,11 +249,14 @@ class _Step:
         plan: ModelPlan,
         units: Sequence[Sequence[HeldUnit]],
         device_type: str,
+        *,
+        whole: bool,
     ) -> None:
         self.approximations: list[str] = []
         self.misfit = ""
         self._arguments, self._model, self._plan = arguments, model, plan
-        self._is_host = device_type == "cpu"
+        self._is_host, self._whole = device_type == "cpu", whole
+        self._repeats: RepeatedBlocks | None = None
         self._ranks = [_SimulatedRank(of_rank) for of_rank in units]
         self._simulation = Simulation(self._ranks[0].ledger)
         self._compute, self._reduce = plan.precision.compute, plan.precision.reduce
@@ -264,12 +284,13 @@ class _Step:
         self._divide_heads()
         self._parts: dict[str, float] = {}
         """Parameter → share of it that this rank computes with."""
-        for name, parameter in model.named_parameters():
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
             if name in held:
                 self._parts[name] = _part(held[name], parameter)
         for rank in self._ranks:
             with self._simulation.writing(rank.ledger):
-                units_of_rank = [self._sharded(unit) for unit in rank.units if unit.shards]
+                units_of_rank = [self._sharded(unit, parameters) for unit in rank.units if unit.shards]
                 rank.gathering = Gathering(self._simulation, units_of_rank)
 
     def _divide_heads(self) -> None:
@@ -332,9 +353,8 @@ class _Step:
         """What sharding gathers a parameter in: bytes of a packed one stay bytes."""
         return self._compute if self._compute is not None and stored.is_floating_point else stored
 
-    def _sharded(self, unit: HeldUnit) -> ShardedUnit:
+    def _sharded(self, unit: HeldUnit, parameters: Mapping[str, nn.Parameter]) -> ShardedUnit:
         plan = self._plan.parallel.sharding.section
-        parameters = dict(self._model.named_parameters())
         own: list[nn.Parameter] = []
         trained: list[HeldParameter] = []
         whole_bytes = trained_numel = 0
@@ -367,6 +387,10 @@ class _Step:
         SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(
             self._model, self._plan.features.offloaded
         )
+        if not self._whole:
+            units = [rank.units for rank in self._ranks]
+            self._repeats = RepeatedBlocks(self._simulation, self._model, self._plan.blocks, units)
+            self._repeats.attach()
         watch_modules(self._model, self._simulation)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -376,6 +400,8 @@ class _Step:
         stages = self._plan.parallel.stages
         for rank in self._ranks:
             assert rank.gathering is not None
+            if self._repeats is not None:
+                rank.gathering.block_of = self._repeats.block_of
             rank.gathering.attach(self._model)  # behind the hooks above: it takes gradients away
         waiting = self._arguments.training.gradient_accumulation_steps - 1
         with torch.random.fork_rng(devices=[]), self._simulation:
@@ -391,6 +417,11 @@ class _Step:
                             self._simulation, self._model, stages, number, self._hidden_dtype, media
                         )
                         self._run_stages(rank, stage_rank, batch, loss)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether blocks are left out of the simulation."""
+        return self._repeats is not None and self._repeats.leaves_out
 
     def _travelling(self) -> int:
         """Bytes of the weights from the host that are on the device together: of a block and of the next one."""
@@ -410,7 +441,7 @@ class _Step:
             own = self._batch(batch)
             with self._simulation.phase("forward"):
                 value = loss(self._model, own)
-            rank.note_kept()
+            rank.ledger.note()
             with self._simulation.phase("backward", TEMPORARY):
                 value.backward()  # type: ignore[no-untyped-call]
             gathering.finish()
@@ -425,7 +456,7 @@ class _Step:
 
         def forward_ended() -> None:
             gathering.forward_ended()
-            rank.note_kept()
+            rank.ledger.note()
 
         stages.run(settings, self._batch(batch), count, loss, forward_ended)
         gathering.reduces = True
@@ -456,6 +487,7 @@ class _Step:
     def prediction(self, number: int, device_type: str) -> MemoryPrediction:
         """What came of it on one rank."""
         rank, arguments = self._ranks[number], self._arguments
+        rank.unroll(self._repeats.runs() if self._repeats is not None else ())
         ledger, training = rank.ledger, arguments.training
         ledger.begin("optimizer")
         taken = step_bytes(trained_of(rank.units), training, device_type)

@@ -117,9 +117,10 @@ class Simulation(TorchDispatchMode):
                     continue
                 if id(parameter) not in made:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    new = nn.Parameter(self._empty(*as_computed(full_name, parameter)), parameter.requires_grad)
+                    new = self._empty(*as_computed(full_name, parameter)).requires_grad_(parameter.requires_grad)
+                    new._is_param = True  # type: ignore[attr-defined]  # as `nn.Parameter` does
                     self.ignore(new)
-                    made[id(parameter)] = new
+                    made[id(parameter)] = new  # type: ignore[assignment]
                 module._parameters[name] = made[id(parameter)]
             for buffer in module._buffers.values():
                 if buffer is not None:

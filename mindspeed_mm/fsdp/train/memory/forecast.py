@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
@@ -39,7 +41,7 @@ _TEXT_WIDTH = 4096
 
 
 def forecast(
-    arguments: Arguments, batch: Batch, world_size: int = 1, device_type: str | None = None
+    arguments: Arguments, batch: Batch, world_size: int = 1, device_type: str | None = None, *, whole: bool = False
 ) -> MemoryPrediction:
     """The memory of a training step, from the second one on.
 
@@ -48,19 +50,48 @@ def forecast(
         batch: One micro-batch, as collated or as prepared by the objective.
         world_size: Ranks.
         device_type: Of the ranks; None: of this machine.
+        whole: Simulate every block of the model, where otherwise a few of each kind stand for all. The result is the
+            same.
 
     Raises:
         ConfigError: The model cannot be built, or the sizes do not fit.
     """
     outline = build_outline(arguments)
     plan = resolve_plan(outline, arguments, resolve_parallel_sizes(arguments.parallel, world_size))
-    return forecast_plan(outline, plan, arguments, batch, device_type)
+    return forecast_plan(outline, plan, arguments, batch, device_type, whole=whole)
 
 
 def forecast_plan(
-    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None = None
+    outline: Outline,
+    plan: ModelPlan,
+    arguments: Arguments,
+    batch: Batch,
+    device_type: str | None = None,
+    *,
+    whole: bool = False,
 ) -> MemoryPrediction:
     """As `forecast`, of a model and a plan that are there. The model is of no use afterwards."""
+    with passed_over_by_collection():  # a model and what was imported are millions of objects
+        return _forecast_by_kinds(outline, plan, arguments, batch, device_type, whole=whole)
+
+
+def _forecast_by_kinds(
+    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None, *, whole: bool
+) -> MemoryPrediction:
+    if not whole:
+        try:
+            return _forecast(outline, plan, arguments, batch, device_type, whole=False)
+        except MMError:
+            raise
+        except Exception:  # noqa: BLE001 (blocks differ after all; or what else it is shows once more)
+            outline = build_outline(arguments)
+            plan = resolve_plan(outline, arguments, plan.parallel.sizes)
+    return _forecast(outline, plan, arguments, batch, device_type, whole=True)
+
+
+def _forecast(
+    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None, *, whole: bool
+) -> MemoryPrediction:
     model, device_type = outline.model, device_type or get_device_type()
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
     # Graphs hold about what single operations hold, and compiling takes longer than anything; offloading is simulated.
@@ -86,6 +117,7 @@ def forecast_plan(
         partial(_loss, objective),
         device_type=device_type,
         media=[tower.key for tower in outline.spec.towers],
+        whole=whole,
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
     on_device, on_host = reference, prediction.on_host
