@@ -30,6 +30,7 @@ def test_nothing_is_rounded() -> None:
 def test_other_types_are_left_alone_and_whole_numbers_become_fp64() -> None:
     with keeping_double():
         assert torch.zeros(2, dtype=torch.bfloat16).float().dtype == torch.float32
+        assert torch.zeros(2, dtype=torch.uint8).float().dtype == torch.float32  # raw media
         for whole in (torch.int64, torch.int32, torch.bool):  # sizes and positions, which meet fp64 (GLM-4V)
             assert torch.zeros(2, dtype=whole).to(torch.float32).dtype == torch.float64
             assert torch.zeros(2, dtype=whole).float().dtype == torch.float64

@@ -29,9 +29,9 @@ _rounds: ContextVar[bool] = ContextVar("rounds", default=False)
 
 @contextmanager
 def keeping_double() -> Iterator[None]:
-    """While inside, what asks torch for fp32 of an fp64 tensor or of whole numbers gets fp64: `x.float()`,
-    `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as always:
-    feature extractors and frozen encoders round their filters to fp32 and multiply them by sound in fp32."""
+    """While inside, what asks torch for fp32 of an fp64 tensor or of whole numbers, but bytes, gets fp64:
+    `x.float()`, `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as
+    always: feature extractors and frozen encoders round their filters to fp32 and multiply them by sound in fp32."""
     with ExitStack() as stack:
         stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
         stack.enter_context(swapped(LiveEncoder, "__call__", _rounding(LiveEncoder.__call__)))
@@ -75,7 +75,9 @@ def _keeping(plain: Callable[..., _R]) -> Callable[..., _R]:
 def _is_kept(tensor: object) -> bool:
     if not isinstance(tensor, torch.Tensor) or _rounds.get():
         return False
-    return tensor.dtype is torch.float64 or not (tensor.is_floating_point() or tensor.is_complex())
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.dtype is torch.float64
+    return tensor.dtype is not torch.uint8  # bytes are raw media
 
 
 def _double_for_single(value: object) -> object:
