@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.behaviour import attention as attention_choice
-from mindspeed_mm.fsdp.models.behaviour.attention import attention_name, check_attention_trains, choose_attention
+from mindspeed_mm.fsdp.models.behaviour.attention import (
+    attention_name,
+    check_attention_trains,
+    choose_attention,
+    need_of,
+)
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -109,6 +115,14 @@ def test_what_a_model_needs(
     choice = choose_attention(None, TakesFlex, config=config, param_dtype=BF16)
     assert (choice.name, choice.kernel()) == (name, kernel)
     assert choice.reason.startswith(reason)
+
+
+def test_layers_of_two_widths_need_the_wider() -> None:
+    """transformers refuses to tell a setting of a configuration whose layers differ in it, as Gemma 4's do."""
+    text = transformers.Gemma4TextConfig(
+        num_hidden_layers=6, hidden_size=64, num_attention_heads=2, head_dim=16, global_head_dim=32
+    )
+    assert need_of(text, BF16).width == need_of(transformers.Gemma4Config(text_config=text), BF16).width == 32
 
 
 def test_capped_scores(machine: Callable[..., None]) -> None:

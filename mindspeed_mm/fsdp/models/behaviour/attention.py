@@ -146,7 +146,11 @@ def need_of(config: object, param_dtype: torch.dtype | None) -> Need:
 
 
 def _parts(config: object) -> Iterator[object]:
-    yield config
+    """The configuration, or those of its layers where they differ (Gemma 4), and those of its parts."""
+    if attribute_at(config, "is_heterogeneous", False):
+        yield from attribute_at(config, "per_layer_config")
+    else:
+        yield config
     for name in attribute_at(config, "sub_configs", {}):
         part = attribute_at(config, name)
         if part is not None:
