@@ -50,7 +50,7 @@ def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]
         input_ids_BL: Of the first batch, padded on the right.
     """
     beginning = beginning_of(processor)
-    if all(row[: len(beginning)] == beginning for row in input_ids_BL.tolist()):
+    if not beginning or all(row[: len(beginning)] == beginning for row in input_ids_BL.tolist()):
         return []
     written = tokenizer_of(processor).decode(beginning)
     return [
