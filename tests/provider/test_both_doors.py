@@ -197,6 +197,8 @@ def write_files(kind: Kind, spread: Spread) -> None:
         "parallel": dict(spread.parallel),
         "features": {
             "enable_chunk_loss": False,
+            "compile": False,
+            "fused_kernels": False,
             **({} if kind is KINDS["Wan"] else {"loss_cfg": {"loss_type": "per_micro_batch_loss"}}),
         },
     }

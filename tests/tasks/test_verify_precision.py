@@ -27,15 +27,22 @@ def test_nothing_is_rounded() -> None:
     assert x.grad is not None and x.grad[0] == 2 * (1 + 1e-12)
 
 
-def test_other_types_are_left_alone_and_whole_numbers_become_fp64() -> None:
+def test_other_types_are_left_alone() -> None:
     with keeping_double():
         assert torch.zeros(2, dtype=torch.bfloat16).float().dtype == torch.float32
-        assert torch.zeros(2, dtype=torch.uint8).float().dtype == torch.float32  # raw media
-        for whole in (torch.int64, torch.int32, torch.bool):  # sizes and positions, which meet fp64 (GLM-4V)
-            assert torch.zeros(2, dtype=whole).to(torch.float32).dtype == torch.float64
-            assert torch.zeros(2, dtype=whole).float().dtype == torch.float64
+        assert torch.zeros(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
         assert torch.zeros(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
     assert torch.zeros(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+def test_whole_numbers_are_kept_where_it_is_asked_for() -> None:
+    """Sizes and positions, which meet fp64 in GLM-4V; bytes are raw media."""
+    with keeping_double(of_whole_numbers=True):
+        for whole in (torch.int64, torch.int32, torch.bool):
+            assert torch.zeros(2, dtype=whole).to(torch.float32).dtype == torch.float64
+            assert torch.zeros(2, dtype=whole).float().dtype == torch.float64
+        assert torch.zeros(2, dtype=torch.uint8).float().dtype == torch.float32
+        assert torch.zeros(2, dtype=torch.bfloat16).float().dtype == torch.float32
 
 
 def test_batches_are_made_as_always(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,22 @@ _rounds: ContextVar[bool] = ContextVar("rounds", default=False)
 
 
 @contextmanager
-def keeping_double() -> Iterator[None]:
-    """While inside, what asks torch for fp32 of an fp64 tensor or of whole numbers, but bytes, gets fp64:
-    `x.float()`, `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as
-    always: feature extractors and frozen encoders round their filters to fp32 and multiply them by sound in fp32."""
+def keeping_double(*, of_whole_numbers: bool = False) -> Iterator[None]:
+    """While inside, what asks torch for fp32 of an fp64 tensor gets fp64: `x.float()`, `x.to(torch.float32)`,
+    `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as always: feature extractors and frozen
+    encoders round their filters to fp32 and multiply them by sound in fp32.
+
+    Args:
+        of_whole_numbers: Sizes and positions become fp64, too, since some models multiply them by fp64 (GLM-4V). Those
+            that round angles to fp32 then compute others than they do alone.
+    """
+    kept = _Kept(of_whole_numbers)
     with ExitStack() as stack:
         stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
         stack.enter_context(swapped(LiveEncoder, "__call__", _rounding(LiveEncoder.__call__)))
-        stack.enter_context(swapped(torch.Tensor, "float", _float_of(torch.Tensor.float)))
+        stack.enter_context(swapped(torch.Tensor, "float", kept.float_of(torch.Tensor.float)))
         for owner, name in _TAKE_A_DTYPE:
-            stack.enter_context(swapped(owner, name, _keeping(getattr(owner, name))))
+            stack.enter_context(swapped(owner, name, kept.keeping(getattr(owner, name))))
         yield
 
 
@@ -53,31 +59,39 @@ def _rounding(plain: Callable[_P, _R]) -> Callable[_P, _R]:
     return own
 
 
-def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(plain)
-    def own(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return tensor.double() if _is_kept(tensor) else plain(tensor, *args, **kwargs)
+class _Kept:
+    """Which tensors are kept from fp32, and functions that keep them.
 
-    return own
+    Args:
+        of_whole_numbers: As of `keeping_double`; bytes, which are raw media, stay as they are.
+    """
 
+    def __init__(self, of_whole_numbers: bool) -> None:
+        self._of_whole_numbers = of_whole_numbers
 
-def _keeping(plain: Callable[..., _R]) -> Callable[..., _R]:
-    @wraps(plain)
-    def own(tensor: object, *args: object, **kwargs: object) -> _R:
-        if _is_kept(tensor):
-            args = tuple(map(_double_for_single, args))
-            kwargs = {name: _double_for_single(value) for name, value in kwargs.items()}
-        return plain(tensor, *args, **kwargs)
+    def float_of(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(plain)
+        def own(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            return tensor.double() if self._is_kept(tensor) else plain(tensor, *args, **kwargs)
 
-    return own
+        return own
 
+    def keeping(self, plain: Callable[..., _R]) -> Callable[..., _R]:
+        @wraps(plain)
+        def own(tensor: object, *args: object, **kwargs: object) -> _R:
+            if self._is_kept(tensor):
+                args = tuple(map(_double_for_single, args))
+                kwargs = {name: _double_for_single(value) for name, value in kwargs.items()}
+            return plain(tensor, *args, **kwargs)
 
-def _is_kept(tensor: object) -> bool:
-    if not isinstance(tensor, torch.Tensor) or _rounds.get():
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.dtype is torch.float64
-    return tensor.dtype is not torch.uint8  # bytes are raw media
+        return own
+
+    def _is_kept(self, tensor: object) -> bool:
+        if not isinstance(tensor, torch.Tensor) or _rounds.get():
+            return False
+        if tensor.is_floating_point() or tensor.is_complex() or not self._of_whole_numbers:
+            return tensor.dtype is torch.float64
+        return tensor.dtype is not torch.uint8
 
 
 def _double_for_single(value: object) -> object:

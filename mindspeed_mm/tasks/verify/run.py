@@ -202,7 +202,7 @@ def steps_of(job: VerifyJob, case: Case) -> tuple[TrainEngine, list[StepRecord]]
         steps=1 if case.stops else None, weights_only=job.full and not case.resumes, packs=case.packs
     )
     recorder = StepRecorder()
-    with keeping_double():
+    with keeping_double(of_whole_numbers=True):
         trainer = PartTrainer(replace(job.config, arguments=arguments), options, hooks=[recorder])
         trainer.rows = job.rows
         engine = trainer.train()
