@@ -179,13 +179,13 @@ def test_a_processor_that_cannot_be_asked_without_its_pictures_is_refused() -> N
 
 class ChangesWords(transformers.Idefics2Processor):
     def __call__(self, images: Any = None, text: Any = None, **options: Any) -> Any:
-        return super().__call__(images=images, text=[one.replace("teh", "the") for one in text], **options)
+        return super().__call__(images=images, text=[one.replace("sea", "lake") for one in text], **options)
 
 
 def test_a_processor_that_changes_the_words_of_a_row_is_refused_at_that_row() -> None:
     processor = idefics2()
     processor.__class__ = ChangesWords
     writer = TextWriter(processor, "<image>")
-    assert [item.behind for item in writer.items("in <image>the<image> sea<image>")] == [" ", "", ""]
+    assert [item.behind for item in writer.items("in <image>the<image> hills<image>")] == [" ", "", ""]
     with pytest.raises(DataError, match="changes more of the text than its pictures"):
-        writer.items("in <image>teh sea")
+        writer.items("in <image>the sea")

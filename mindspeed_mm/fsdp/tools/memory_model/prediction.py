@@ -64,6 +64,8 @@ _ABOUT_SHAPES = re.compile(
     r"|[Ss]izes of tensors must match|shape mismatch|[Ee]xpected (input|size|tensor)"
 )
 """What torch says of tensors that do not fit (torch 2.11 to 2.13)."""
+_ABOUT_MEDIA = re.compile(r"features and \w+ tokens do not match\W+tokens:?\s*\d+\D+features:?\s*\d+", re.IGNORECASE)
+"""What models of transformers say of placeholders that are not as many as what their towers make (5.17)."""
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """Model and batch → the sum that is minimised."""
 
@@ -94,6 +96,9 @@ class MemoryPrediction:
     stays from step to step, and to `resident`."""
     misfit: str = ""
     """What the model's code said of tensors whose shapes do not fit one another, and where; empty where they do."""
+    media_misfit: str = ""
+    """What the model's code said of the tokens that stand for media, where they are not as many as it makes features of
+    them; empty where they are."""
 
     @property
     def peak(self) -> int:
@@ -234,7 +239,7 @@ class _Step:
         device_type: str,
     ) -> None:
         self.approximations: list[str] = []
-        self.misfit = ""
+        self.misfit = self.media_misfit = ""
         self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host = device_type == "cpu"
         self._ranks = [_SimulatedRank(of_rank) for of_rank in units]
@@ -441,7 +446,9 @@ class _Step:
     def approximate(self, batch: Batch, error: Exception) -> None:
         """Instead of `run`, which ended in this error: what linear layers keep, and all gradients."""
         self.approximations.append(NOTE)
-        if _ABOUT_SHAPES.search(str(error)):
+        if _ABOUT_MEDIA.search(str(error)):
+            self.media_misfit = " ".join(str(error).split())
+        elif _ABOUT_SHAPES.search(str(error)):
             self.misfit = f"{' '.join(str(error).split())} ({place_within(type(self._model), error)})"
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
         for rank in self._ranks:
@@ -481,6 +488,7 @@ class _Step:
             on_device + ledger.resident(),
             tuple(self.approximations),
             misfit=self.misfit,
+            media_misfit=self.media_misfit,
         )
 
 
