@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from mindspeed_mm.cli import chat, evaluate, infer, serve
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
@@ -19,6 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import view_writer
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.harness.served import Folder
 from mindspeed_mm.tasks.model_source import ModelSource
 from tests.fsdp.data.conftest import conversation, write_jsonl
 from tests.helpers.tiny_models import build_tokenizer
@@ -64,3 +67,22 @@ def test_rows_of_a_plugins_data_set_are_told_of(tmp_path: Path, monkeypatch: pyt
     with pytest.warns(UserWarning, match=r"trained on rows of the data set 'my_rows' \(.*OneToken\)"):
         rows_view(ModelSource(exported))
     assert trained_from(exported, tmp_path / "again").joinpath("training_view.json").is_file()
+
+
+def test_plugins_are_imported_first_by_every_command_that_shows_rows_to_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    folder = str(tmp_path / "hf")
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", [conversation("a")]))
+    build_tokenizer().save_pretrained(folder)
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3"}')
+    for command, words in (
+        (evaluate.command, ["--data", rows]),
+        (evaluate.command, ["--data", rows, "--loss"]),
+        (infer.command, ["--prompt", "a"]),
+        (chat.command, []),
+        (serve.command, []),
+    ):
+        result = CliRunner().invoke(command, [folder, *words, "--plugin", "no_such_package"])
+        assert isinstance(result.exception, ConfigError), words
+        assert "--plugin" in str(result.exception) and "no_such_package" in str(result.exception)
+    assert "--plugin" in Folder(tmp_path, plugins=("mine",)).words(tmp_path / "key")

@@ -210,7 +210,7 @@ _COMPARED = {"metric", "ignore_case", "ignore_punctuation"} | _JUDGE
 _MODEL, _GENERATING = {"data", "lora", "config", "plugins", "checkpoint"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN: dict[Way, set[str]] = {
     "generated": set(_MEASURES),
-    "harness": {"lora", "config", "checkpoint", *_ASKING} | _GENERATING,
+    "harness": {"lora", "config", "plugins", "checkpoint", *_ASKING} | _GENERATING,
     "benchmark": {"against", *_JUDGE} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "recogniser": {"media_dir", "against", "max_new_tokens", *_COMPARED} - _JUDGE | _MODEL - {"lora"},
