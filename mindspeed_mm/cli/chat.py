@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from mindspeed_mm.cli.requests import takes
+from mindspeed_mm.cli.sharing import import_plugins
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
@@ -94,6 +95,7 @@ def with_folder(request: ChatRequest) -> Conversation:
     from mindspeed_mm.core.model_kinds import GENERATOR
     from mindspeed_mm.tasks.model_kind import kind_of_path
 
+    import_plugins(request.plugins)
     model = Path(request.model)
     if kind_of_path(model) is GENERATOR:
         raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")

@@ -8,7 +8,7 @@ from typing import Protocol
 import click
 
 from mindspeed_mm.cli.requests import given_names, takes
-from mindspeed_mm.cli.sharing import check_inputs, share, speaks
+from mindspeed_mm.cli.sharing import check_inputs, import_plugins, share, speaks
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.terminal import say, say_json
@@ -61,6 +61,7 @@ def command(request: EvaluateRequest) -> int:
     if request.way != "harness":  # a server refuses options of a model, whatever they name
         check_inputs(request)
     request.check_names()
+    import_plugins(request.plugins)
     action, shares = _WAYS[request.way]
     return share("evaluate", request, lambda: _tell(action(request), request.as_json), shares=shares)
 

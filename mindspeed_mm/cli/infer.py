@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.cli.requests import given_names, takes
-from mindspeed_mm.cli.sharing import check_inputs, share
+from mindspeed_mm.cli.sharing import check_inputs, import_plugins, share
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
@@ -45,10 +45,7 @@ def command(request: InferRequest) -> int:
     """
     from mindspeed_mm.tasks.model_kind import kind_of_path  # with the verb, not with the help
 
-    if request.plugins:
-        from mindspeed_mm.fsdp.utils.register import import_plugin
-
-        import_plugin(request.plugins, key="--plugin")
+    import_plugins(request.plugins)
     kind = kind_of_path(request.model)
     request.check_kind(kind, given_names())
     return COMMANDS[kind](request)

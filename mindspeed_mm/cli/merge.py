@@ -7,6 +7,7 @@ import dataclasses
 import click
 
 from mindspeed_mm.cli.requests import takes
+from mindspeed_mm.cli.sharing import import_plugins
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.requests.export import MergeRequest
 
@@ -28,10 +29,9 @@ def command(request: MergeRequest) -> None:
     PEFT, diffusers or mm train writes it: LoRA, rsLoRA or DoRA, also with ranks that differ by layer, on experts, or
     with modules that were trained whole. A RUN by itself is merged into the model that it started from.
     """
-    from mindspeed_mm.fsdp.utils.register import import_plugin
     from mindspeed_mm.tasks.export import merge  # torch: not for --help
 
-    import_plugin(request.plugins, key="--plugin")
+    import_plugins(request.plugins)
     merged = merge.run(request)
     if request.as_json:
         say_json(dataclasses.asdict(merged))

@@ -7,7 +7,7 @@ import importlib.util
 import click
 
 from mindspeed_mm.cli.requests import takes
-from mindspeed_mm.cli.sharing import check_inputs, share
+from mindspeed_mm.cli.sharing import check_inputs, import_plugins, share
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
@@ -36,6 +36,7 @@ def command(request: ServeRequest) -> int:
         raise MachineError(f"{' and '.join(lacking)} not installed", way_out=way_out)
     check_inputs(request)
     access = check_request(request)
+    import_plugins(request.plugins)
     from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
 
     def announce(address: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,18 @@ def share(verb: str, request: Any, action: Callable[[], None], *, shares: bool =
             return int(error.exit_code)  # the launcher prints it, once for all ranks
         raise
     return 0
+
+
+def import_plugins(names: Sequence[str]) -> None:
+    """Import the packages that `--plugin` names; without any, nothing heavy.
+
+    Raises:
+        ConfigError: One of them cannot be imported.
+    """
+    if names:
+        from mindspeed_mm.fsdp.utils.register import import_plugin  # transformers may come with it
+
+        import_plugin(names, key="--plugin")
 
 
 def rank_words(request: Any) -> list[str]:

@@ -67,8 +67,9 @@ def _removed_folder(path: str) -> MMError | None:
         return MachineError("the folder that this command was started in has been removed", way_out=way_out)
     if folder.exists():
         return None
-    way_out = "Run the command again: it makes its folders anew."
-    return MachineError("the folder has been removed while this command ran", where=str(folder), way_out=way_out)
+    way_out = "Check its name, or run the command again, which makes its own folders anew."
+    what = "there is no such folder, or it has been removed while this command ran"
+    return MachineError(what, where=str(folder), way_out=way_out)
 
 
 def _why_unreadable(path: Path) -> MMError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mindspeed_mm.cli.check import command
 from mindspeed_mm.fsdp.utils import device
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.check import check
+from tests.helpers.released_rows import ROWS, write_run
 from tests.helpers.tiny_run import make_tiny_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -117,3 +119,15 @@ def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
     assert warning.startswith("the model's code fails on the first batch, as training may: ")
     assert "(misfitting.py:10)" in warning
     assert not [record for record in caplog.records if record.name.startswith("torch")]
+
+
+def test_a_processor_that_writes_other_numbers_of_tokens_than_the_model_makes_features_is_a_problem(
+    tmp_path: Path,
+) -> None:
+    yaml = write_run(ROWS["llava"], tmp_path)
+    assert not check.run(yaml).problems
+    settings = tmp_path / "model" / "processor_config.json"
+    content = json.loads(settings.read_text())
+    settings.write_text(json.dumps(content | {"patch_size": content["patch_size"] // 2}))
+    (problem,) = check.run(yaml).problems
+    assert re.search(r"than the model makes features of them: Image features and image tokens .* \d+", str(problem))

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.data.data_utils.encode import build_tokens
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.tasks.data import check
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.facts import RowFacts
@@ -20,8 +24,10 @@ from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save
 from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.scan import scan
+from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.data.words import check_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
+from tests.helpers.tiny_processors import byte_tokenizer
 from tests.tasks.data_rows import GOOD_ROWS, add_rows, bad_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page
 
@@ -362,3 +368,19 @@ def test_the_page_is_whole_and_safe(found: DataCheck) -> None:
 def test_json_is_json(found: DataCheck) -> None:
     told: dict[str, Any] = json.loads(json.dumps(found.to_dict()))
     assert (told["bad"], told["exit_code"], len(told["findings"])) == (len(found.bad), 4, len(found.findings))
+
+
+def test_tokens_that_a_processor_writes_for_pictures_are_found_in_texts_and_stay_words(tmp_path: Path) -> None:
+    """Aya Vision's tiles have tokens that its tokenizer need not call special."""
+    marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL", "TILE_1")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = byte_tokenizer(special, None)
+    tokenizer.add_tokens([*marks, "unrelated"])
+    images = transformers.GotOcr2ImageProcessor(size={"height": 28, "width": 28})
+    processor = transformers.AyaVisionProcessor(images, tokenizer, patch_size=7, img_size=28, downsample_factor=2)
+    assert set(marks) < set(special_texts(processor)) and "unrelated" not in special_texts(processor)
+    plugin = build_mm_plugin(processor, PreprocessParameters())
+    tokens = build_tokens(processor, None, plugin, PreprocessParameters(split_special_tokens=False))
+    for mark in marks:
+        ids, _ = tokens.encode(tokens.protect(f"Say {mark}!"), [])
+        assert tokenizer.convert_tokens_to_ids(mark) not in ids and tokenizer.decode(ids) == f"Say {mark}!"

@@ -116,7 +116,8 @@ def check_ledgers(
                 _note(told, key, "is left out, and used all the same" if boxes else None)
             else:
                 boxes += Counter(dict.fromkeys(tensor.take(), as_often or 1))
-                _note(told, key, _fault("used", boxes, math.prod(tensor.shape), as_often))
+                fault = _fault("used", boxes, math.prod(tensor.shape), as_often)
+                _note(told, key, fault, _way_out(boxes, fault))
         _raise(f"{ledger.where}: the conversion does not fit what is stored here", told)
 
 
@@ -188,9 +189,17 @@ def _ends(box: Region) -> list[Interval]:
     return [(start, start + length) for start, length in box]
 
 
-def _note(told: dict[str, list[Problem]], key: str, what: str | None) -> None:
+def _note(told: dict[str, list[Problem]], key: str, what: str | None, way_out: str = "") -> None:
     if what is not None:
-        told.setdefault(what.partition(":")[0], []).append(Problem(what, key=key))
+        told.setdefault(what.partition(":")[0], []).append(Problem(what, key=key, way_out=way_out))
+
+
+def _way_out(boxes: Mapping[Region, int], what: str | None) -> str:
+    """Of a tensor that is used several times: how to say that it is meant, where it is used whole each time."""
+    uses = set(boxes.values())
+    if what is None or not what.startswith("is used more than once") or uses == {1} or len(uses) != 1:
+        return ""
+    return f"If that is meant (a tied tensor, written {uses.pop()} times), name it in `times` of Conversion."
 
 
 def _raise(headline: str, told: Mapping[str, list[Problem]]) -> None:

@@ -23,10 +23,20 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger, check_ledger
 from mindspeed_mm.checkpoint.conversion.manifest import MB, check_source, differences, write_manifest
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
-from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, first_names
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, MachineError, ModelFolderError, Problem, first_names
 from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
 from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+
+_MAPPINGS = {
+    "files": '{"model.safetensors": SafetensorsFile(tensors)}',
+    "layout": '{"kind": "hf"}',
+    "times": '{"embed": 2}, the source\'s key',
+    "left_out": '{"rotary.inv_freq": "is computed"}, the source\'s key and the reason',
+    "copies": '{"tokenizer.json": source / "tokenizer.json"}',
+    "texts": '{"config.json": json.dumps(config)}',
+}
+"""Arguments of `Conversion` that are mappings → an example of each."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,22 @@ class Conversion:
     """Relative name → file or folder to copy."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Relative name → text to write: configurations, indices, trackers."""
+
+    def __post_init__(self) -> None:
+        """Check that what is named goes by its name: converters come from outside, too.
+
+        Raises:
+            ConfigError: An argument is not of its kind; with an example of one that is.
+        """
+        for name, example in _MAPPINGS.items():
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"is a {type(value).__name__}, and should be a mapping of names",
+                    where="Conversion",
+                    key=name,
+                    way_out=f"Give one such as {example}.",
+                )
 
     @property
     def size_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.fsdp.data.data_utils.training_view import view_of_adapters, with_view
+from mindspeed_mm.fsdp.data.data_utils.training_view import check_trained_with, view_of_adapters, with_view
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -19,7 +19,7 @@ def rows_view(source: ModelSource, config: Path | None = None) -> RowsView:
         config: A configuration whose `data.dataset_param` is taken instead of the run's.
 
     Raises:
-        ConfigError: The configuration is wrong.
+        ConfigError: The configuration is wrong, or a media plugin that the model was trained with is not registered.
     """
     if config is not None:
         param = load_with_plugins(config).arguments.data.dataset_param
@@ -29,6 +29,9 @@ def rows_view(source: ModelSource, config: Path | None = None) -> RowsView:
         # The exported folder has the template that the run used, also where its file is gone.
         basic = param.basic_parameters.model_copy(update={"template": None, "chat_template": None})
         param = param.model_copy(update={"basic_parameters": basic})
+    for folder in (source.folder, source.lora):
+        if folder is not None:
+            check_trained_with(folder, reads_rows_itself=config is None and source.run is None)
     return RowsView(_with_adapters(param, source.lora) if source.lora is not None else param)
 
 

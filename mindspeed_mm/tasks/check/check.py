@@ -330,7 +330,7 @@ class _Check:
         from mindspeed_mm.fsdp.data import build_mm_dataset
         from mindspeed_mm.fsdp.train.run.data import build_loader, build_validation_loader
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
-        from mindspeed_mm.tasks.check.samples import warnings_of_samples
+        from mindspeed_mm.tasks.check.samples import notes_on_epochs, warnings_of_samples
 
         arguments = in_one_process(self.config.arguments)
         if draws_samples(arguments):
@@ -354,6 +354,7 @@ class _Check:
         self._keep_data(dataset, loader)
         self.batch = next(iter(loader))[0]
         self.result.warnings += warnings_of_samples(loader)
+        self.result.notes += notes_on_epochs(loader)
         if arguments.posttrain.dpo.histogram_path:
             self._collect([partial(self._weigh_pairs, arguments.posttrain.dpo.histogram_path)])
         if validation is not None and arguments.training.val_interval:

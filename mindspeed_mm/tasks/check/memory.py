@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def predict(
         batch: Its first micro-batch, as collated.
 
     Raises:
-        ConfigError: The model cannot be put together as the configuration says.
+        ConfigError: The model cannot be put together as the configuration says, or makes more or fewer features of the
+            batch's media than its processor writes tokens for them.
     """
     from mindspeed_mm.fsdp.tools.memory_model.report import as_record, in_units, table
     from mindspeed_mm.fsdp.train.memory.forecast import forecast_plan
@@ -37,6 +38,14 @@ def predict(
         raise
     except Exception as error:  # noqa: BLE001 (a plugin's model is foreign code, and nothing here keeps it from training)
         return [], {}, [f"memory could not be predicted: {type(error).__name__}: {error}".splitlines()[0]]
+    if prediction.media_misfit:
+        raise ConfigError(
+            "the processor writes other numbers of tokens for the first batch's media than the model makes features of "
+            f"them: {prediction.media_misfit}",
+            key="model.model_name_or_path",
+            way_out="Its settings and those of the model disagree on sizes of pictures, patches or queries: compare "
+            "processor_config.json and preprocessor_config.json with config.json, or take both from one release.",
+        )
     nproc = plan.parallel.sizes.world
     device, total = get_device_type(), memory_total_bytes()
     ranks = nproc if device == "cpu" else 1  # ranks on a CPU share its memory

@@ -25,3 +25,9 @@ def warnings_of_samples(loader: MMDataLoader) -> Iterator[str]:
         if apart:
             yield f"sample {dataset.place(pick.row)} has {apart}: its collate_fn must give each token its own label"
             return
+
+
+def notes_on_epochs(loader: MMDataLoader) -> Iterator[str]:
+    """What epochs leave out at their ends."""
+    if dropped := loader.order.dropped:
+        yield f"each epoch leaves out {dropped} at its end, too few for a step (drop_last: false uses all)"

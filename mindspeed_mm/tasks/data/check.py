@@ -123,7 +123,7 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
         tally.leave_out(data.dataset.left_out)
         return tally
-    specials = special_texts(data.tokenizer())
+    specials = special_texts(data.processor())
     look = RowLook(
         data.dataset,
         decode=decode,

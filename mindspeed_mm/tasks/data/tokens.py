@@ -10,9 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import tokens_of_media
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _MOST_BYTES = 8
 """Tokens that a character may be spread over."""
@@ -159,9 +163,15 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | added
 
 
-def special_texts(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """Special tokens as text; none of a model without a tokenizer."""
-    return tuple(tokenizer.all_special_tokens) if tokenizer is not None else ()
+def special_texts(processor: Processor | None) -> tuple[str, ...]:
+    """Special tokens as text, those that were added included, and those that stand for media; none of a model without a
+    tokenizer. The longest first: one may begin with another."""
+    if processor is None:
+        return ()
+    tokenizer = tokenizer_of(processor)
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found = {*tokenizer.all_special_tokens, *added, *tokens_of_media(processor)}
+    return tuple(sorted(found, key=lambda token: (-len(token), token)))
 
 
 def _weights(length: int, labels: Sequence[int] | None, weights: npt.ArrayLike | None) -> list[float]:

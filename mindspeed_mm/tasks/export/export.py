@@ -104,8 +104,8 @@ def notes_on_media(arguments: Arguments | None) -> tuple[str, ...]:
             if entry.__module__ == name or entry.__module__.startswith(f"{name}."):
                 notes.append(
                     f"its media are prepared by {entry.__name__} of the plugin {plugin}, which the folder does not "
-                    f"hold: name it with --plugin {plugin} of mm infer, or give mm infer and mm evaluate the run's "
-                    "YAML (--config)"
+                    f"hold: name it with --plugin {plugin} of mm infer, chat, serve and evaluate, or give them the "
+                    "run's YAML (--config)"
                 )
     return tuple(notes)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.request import Request, argument, option
 from mindspeed_mm.core.seeds import MOST_SEED
-from mindspeed_mm.tasks.requests.shared import checkpoint_option
+from mindspeed_mm.tasks.requests.shared import checkpoint_option, plugin_option
 
 _OF_SERVERS = ("name", "key_file")
-_OF_FOLDERS = ("lora", "config")
+_OF_FOLDERS = ("lora", "config", "plugins")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ChatRequest(Request):
     name: str = option("Name of a server's model to talk to; default: the first one listed.", "")
     key_file: Path | None = option("File with the API key of a server.")
     as_json: bool = option("Print each answer as a line of JSON, once it is complete.", False, flag="--json")
+    plugins: tuple[str, ...] = plugin_option()
     checkpoint: str | None = checkpoint_option()
 
     def check_for_server(self) -> None:

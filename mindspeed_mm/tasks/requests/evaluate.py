@@ -9,7 +9,7 @@ from typing import Literal
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.request import Request, argument, fields_of, option
-from mindspeed_mm.tasks.requests.shared import checkpoint_option
+from mindspeed_mm.tasks.requests.shared import checkpoint_option, plugin_option
 
 JUDGED = ("mmbench_dev", "mathvista_testmini")
 """Sets whose authors let a language model find answers."""
@@ -136,6 +136,7 @@ class EvaluateRequest(Request):
     )
     nproc: int = option("Number of processes on this host; they share the questions.", 1, least=1)
     as_json: bool = option("Print the results as JSON.", False, flag="--json")
+    plugins: tuple[str, ...] = plugin_option()
     checkpoint: str | None = checkpoint_option()
     data_name: str | None = None
     """What the results call `data`; None: its path."""
@@ -206,10 +207,10 @@ _OWN = {
 """Option → the only way that takes it, what it does there, how to get there."""
 _JUDGE = {"judge", "judge_model", "judge_key_env"}
 _COMPARED = {"metric", "ignore_case", "ignore_punctuation"} | _JUDGE
-_MODEL, _GENERATING = {"data", "lora", "config", "checkpoint"}, {"max_new_tokens", "plan", "nproc"}
+_MODEL, _GENERATING = {"data", "lora", "config", "plugins", "checkpoint"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN: dict[Way, set[str]] = {
     "generated": set(_MEASURES),
-    "harness": {"lora", "config", "checkpoint", *_ASKING} | _GENERATING,
+    "harness": {"lora", "config", "plugins", "checkpoint", *_ASKING} | _GENERATING,
     "benchmark": {"against", *_JUDGE} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "recogniser": {"media_dir", "against", "max_new_tokens", *_COMPARED} - _JUDGE | _MODEL - {"lora"},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_mm.core.request import Request, argument, option, required
+from mindspeed_mm.tasks.requests.shared import plugin_option
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 
@@ -57,7 +58,7 @@ class MergeRequest(Request):
         flag="--scale",
     )
     dtype: Dtype | None = option("Type of the merged weights; default: that of the base.")
-    plugins: tuple[str, ...] = option("Package to import first that registers the model's family.", (), flag="--plugin")
+    plugins: tuple[str, ...] = plugin_option()
     overwrite: bool = option("Replace what an earlier export or merge wrote to --out.", False)
     as_json: bool = option("Print what was written as JSON.", False, flag="--json")
     max_shard_bytes: int | None = None

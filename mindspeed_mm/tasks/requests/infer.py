@@ -12,7 +12,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.core.request import Request, argument, fields_of, option
 from mindspeed_mm.core.seeds import MOST_SEED
 from mindspeed_mm.core.whole_text import check_whole_characters
-from mindspeed_mm.tasks.requests.shared import checkpoint_option, height_and_width
+from mindspeed_mm.tasks.requests.shared import checkpoint_option, height_and_width, plugin_option
 
 Medium = Literal["image", "video", "audio"]
 QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 32, 512
@@ -136,7 +136,7 @@ class InferRequest(Request):
         metavar="NAME=FOLDER",
         only=LANGUAGE,
     )
-    plugins: tuple[str, ...] = option("Package to import first that registers the model's family.", (), flag="--plugin")
+    plugins: tuple[str, ...] = plugin_option()
     plan: Path | None = option(
         "YAML whose 'parallel' section spreads a model that is too large for one device over the processes, which then "
         "answer each row, or make each sample, together."

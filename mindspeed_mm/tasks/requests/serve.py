@@ -11,7 +11,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.request import Request, argument, group, option
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.requests.access import Access, access_of
-from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option
+from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option, plugin_option
 from mindspeed_mm.tasks.serve.limits import Limits
 
 OWN, BATCHES, CONTINUOUS = "own", "batches", "continuous"
@@ -55,6 +55,7 @@ class ServeRequest(Request):
     nproc: int = option("Number of processes on this host that the model is spread over.", 1, least=1)
     as_json: bool = option("Print the address as JSON.", False, flag="--json")
     limits: Limits = group(Limits)
+    plugins: tuple[str, ...] = plugin_option()
     checkpoint: str | None = checkpoint_option()
 
     @property

@@ -24,6 +24,12 @@ def checkpoint_option() -> Any:
     return option(told, metavar="best|newest|STEP")
 
 
+def plugin_option() -> Any:
+    """Declare the option that names packages of plugins, for commands without a configuration that lists them."""
+    told = "Package to import first that registers the model's family, or what prepares its rows and media."
+    return option(told, (), flag="--plugin")
+
+
 def height_and_width(text: str, key: str) -> tuple[int, int]:
     """`480x832` → height and width in pixels; `key` names the option.
 

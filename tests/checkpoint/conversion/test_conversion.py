@@ -8,6 +8,7 @@ import io
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
-from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, UsageError
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, MachineError, ModelFolderError, UsageError
 from tests.helpers.distributed import alone
 
 TENSORS = {
@@ -114,6 +115,13 @@ def test_a_tensor_that_is_lost_or_used_twice_stops_the_conversion(
             convert(Conversion([source], [ledger], {"model.safetensors": SafetensorsFile(made)}, {}), target)
     assert words in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("given", [{"copies": [Path("config.json")]}, {"times": ["norm"]}, {"texts": "{}"}])
+def test_arguments_that_are_no_mappings_are_refused_by_name(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"Conversion  {name}  is a \w+, and should be a mapping of names"):
+        Conversion([], [], {}, {}, **given)
 
 
 def test_a_key_may_not_be_written_into_two_shards(source: Path, tmp_path: Path) -> None:

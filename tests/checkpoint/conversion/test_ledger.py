@@ -54,6 +54,7 @@ def test_a_half_that_is_taken_twice_is_no_whole_though_the_numbers_agree() -> No
     assert "up  is used more than once: 12 of 12 elements" in told(of, {"up": twice})
     overlapping = Concatenated([Sliced(up, 0, 0, 3), Sliced(up, 0, 2, 1)], 0)
     assert "up  is used more than once: 12 of 12 elements" in told(of, {"up": overlapping})
+    assert "`times`" not in told(of, {"up": overlapping})  # which is for whole tensors
     check_ledgers([of], {"up": Concatenated([Sliced(up, 0, 2, 2), Sliced(up, 0, 0, 2)], 0)}.items())
 
 
@@ -64,7 +65,9 @@ def test_what_is_written_several_times_is_written_so_often() -> None:
     check_ledgers([of], made.items(), times={"norm": 2})
     check_ledgers([of], made.items(), times={"norm": None})
     assert "norm  is used 2 times, and 3 are expected" in told(of, made, times={"norm": 3})
-    assert "norm  is used more than once: 6 of 3 elements" in told(of, made)
+    twice = "norm  is used more than once: 6 of 3 elements. If that is meant (a tied tensor, written 2 times), name it "
+    twice += "in `times` of Conversion."
+    assert twice in told(of, made)
     lost = {**made, "0.norm": Sliced(norm, 0, 0, 2), "1.norm": Sliced(norm, 0, 0, 2)}
     assert "norm  is used in part: 2 of 3 elements" in told(of, lost, times={"norm": None})
 

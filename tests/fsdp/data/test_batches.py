@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, imbalance, ne
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, SizeBook
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
+from mindspeed_mm.tasks.check.samples import notes_on_epochs
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, names_in, steps_of_all
 from tests.helpers.distributed import run_ranks
 
@@ -283,6 +284,19 @@ class TestStepsOfAnEpoch:
         assert count <= steps <= count + (not drop_last)
         assert data.estimate_note == ""
         assert data.describe() == f"400 samples, {steps} steps an epoch"
+
+    @pytest.mark.parametrize(("micro", "rest"), [(3, 4), (5, 0), (9, 4)])
+    def test_what_epochs_leave_out_at_their_ends_is_told(self, micro: int, rest: int) -> None:
+        data = loader(Texts([16] * 40), accumulation=2, micro=micro, drop_last=True)
+        position, taken = DataPosition(0, 0), 0
+        while (planned := data.order.step(position)).after.epoch == 0:
+            position, taken = planned.after, taken + sum(len(batch.picks) for batch in planned.step)
+        assert 40 - taken == rest
+        told = f", {rest} samples left out each time (drop_last)" if rest else ""
+        assert data.describe() == f"40 samples, {40 // (2 * micro)} steps an epoch{told}"
+        told = f"each epoch leaves out {rest} samples at its end, too few for a step (drop_last: false uses all)"
+        assert list(notes_on_epochs(data)) == [told] * bool(rest)
+        assert loader(Texts([16] * 40), accumulation=2, micro=micro).order.dropped == ""
 
     @pytest.mark.parametrize("basic", [PACKED, {}], ids=["packed", "rows"])
     def test_of_one_that_is_smaller_than_a_step_it_is_said_how_often_it_is_read(self, basic: dict[str, Any]) -> None:

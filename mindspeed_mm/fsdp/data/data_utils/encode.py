@@ -18,7 +18,13 @@ from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
+    ItemSize,
+    MediaFeatures,
+    MediaPlugin,
+    tokens_of_media,
+)
+from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import write_items_of
 from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span, without_marks
@@ -125,7 +131,7 @@ def build_tokens(
         split_special=preprocess.split_special_tokens,
         kept=preprocess.add_special_tokens,
         marks=template.turn_marks if template is not None else (),
-        placeholders=[placeholder.text for placeholder in plugin.placeholders.values()],
+        placeholders=[*(placeholder.text for placeholder in plugin.placeholders.values()), *tokens_of_media(processor)],
     )
 
 
@@ -152,7 +158,7 @@ class SampleEncoder:
     ) -> None:
         self._tokens, self._end_of_text, self._template = tokens, end_of_text, template
         self._plugin, self._media, self._options = plugin, media, options
-        self._places = MediaPlaces(plugin.placeholders)
+        self._places = MediaPlaces(plugin.placeholders, write_items_of(plugin))
 
     def encode(self, sample: Sample) -> EncodedSample | EncodedPair:
         """Encode a sample; both answers of a preference row.

@@ -9,21 +9,25 @@ An exported folder's own processor and chat template carry what transformers has
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import TILE_BOUNDS, is_tiled, tile_bounds
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.data.data_utils.template import build_template, own_template
 from mindspeed_mm.fsdp.models.added_tokens import resolve_added_tokens, write_rows_in_config
+from mindspeed_mm.fsdp.params.cards import dataset_modules
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.params.value_types import Section
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
@@ -55,6 +59,8 @@ SHAPING_PREPROCESS = (
 """Keys of `preprocess_parameters` that decide how a row looks."""
 _BASIC = ("enable_thinking",)
 _SECTIONS = {"preprocess_parameters": SHAPING_PREPROCESS, "basic_parameters": _BASIC}
+_TRAINED_WITH, _MEDIA, _ROWS = "trained_with", "media_plugin", "data_set"
+"""Keys of what plugins brought: kind of plugin → its name in the registry, and its class."""
 
 
 class Override(NamedTuple):
@@ -95,10 +101,79 @@ def read_view(folder: Path) -> View:
         PreprocessParameters.model_validate(sections["preprocess_parameters"])
         BasicParameters.model_validate(sections["basic_parameters"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelFolderError(
-            f"is broken: {error}", where=str(path), way_out="Export the model again, or remove the file."
-        ) from error
+        raise _broken(path, error) from error
     return sections
+
+
+def _broken(path: Path, error: Exception) -> ModelFolderError:
+    return ModelFolderError(
+        f"is broken: {error}", where=str(path), way_out="Export the model again, or remove the file."
+    )
+
+
+# --- plugins that training looked through -----------------------------------------------------------------------------
+
+
+def check_trained_with(folder: Path, *, reads_rows_itself: bool = True) -> None:
+    """Stop where a folder's model was trained with a media plugin that is not there; warn where its rows were those of
+    a plugin's data set.
+
+    Args:
+        folder: Of a model, or of adapters.
+        reads_rows_itself: No configuration says which data set makes the rows.
+
+    Raises:
+        ModelFolderError: The file is broken.
+        ConfigError: The plugin is not registered: media would be shown to the model in another way than in training.
+    """
+    trained_with = _trained_with(folder)
+    media, rows = trained_with.get(_MEDIA), trained_with.get(_ROWS)
+    if media is not None and media["name"] not in MM_PLUGINS:
+        raise ConfigError(
+            f"the model was trained with the media plugin {media['class']} for {media['name']}, which is not there",
+            where=str(folder / VIEW_FILE),
+            way_out=f"Name its package: --plugin {_package(media)}, or --config with a YAML that lists it in "
+            f"training.plugin. To do without it, remove '{_MEDIA}' from the file.",
+        )
+    if rows is not None and reads_rows_itself:
+        warnings.warn(
+            f"{folder}: the model was trained on rows of the data set '{rows['name']}' ({rows['class']}), and is shown "
+            "ordinary rows here; --config with the run's YAML shows it those",
+            stacklevel=2,
+        )
+
+
+def _trained_with(folder: Path) -> dict[str, dict[str, str]]:
+    path = folder / VIEW_FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_bytes()).get(_TRAINED_WITH, {})
+        return {kind: {key: str(entry[key]) for key in ("name", "class")} for kind, entry in found.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _broken(path, error) from error
+
+
+def _package(entry: Mapping[str, str]) -> str:
+    return entry["class"].rpartition(".")[0]
+
+
+def _plugins_of(param: DatasetParam, processor: object) -> dict[str, dict[str, str]]:
+    """What a folder says of the plugins that a run looked through; nothing of what the suite has itself."""
+    name, rows = type(processor).__name__, param.dataset_type
+    found = {}
+    if name in MM_PLUGINS and rows == BUILT_IN:
+        found[_MEDIA] = _entry(name, MM_PLUGINS.get(name))
+    if rows in data_register and rows not in dataset_modules():
+        found[_ROWS] = _entry(rows, data_register.get(rows))
+    return found
+
+
+def _entry(name: str, kind: Any) -> dict[str, str]:
+    return {"name": name, "class": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+# --- what is given, and what a folder says ----------------------------------------------------------------------------
 
 
 def view_of(dataset_param: DatasetParam) -> View:
@@ -257,7 +332,7 @@ def view_writer(dataset_param: DatasetParam, model_folder: Path, *, only_templat
         only_template: The folder is one of adapters, without a processor whose settings could be changed.
     """
     if dataset_param.dataset_type != BUILT_IN:
-        return partial(_write_tokens, dataset_param.preprocess_parameters, model_folder, only_template)
+        return partial(_write_of_plugin, dataset_param, model_folder, only_template)
     return partial(_write, with_view(dataset_param, model_folder), model_folder, only_template)
 
 
@@ -271,16 +346,31 @@ def view_of_adapters(folder: Path) -> DatasetParam:
     return with_view(param, folder)
 
 
+def _write_of_plugin(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
+    """Of a run whose rows were made by a data set of their own."""
+    preprocess = param.preprocess_parameters
+    _write_tokens(preprocess, model_folder, only_template, draft)
+    plugins = _plugins_of(param, None)
+    if plugins:
+        _store_view(draft, {}, plugins)
+
+
+def _store_view(draft: Path, view: View, plugins: Mapping[str, object]) -> None:
+    told = {name: view.get(name, {}) for name in _SECTIONS} | ({_TRAINED_WITH: plugins} if plugins else {})
+    (draft / VIEW_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
 def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
     is_given = any(view_of(param).values()) or (model_folder / VIEW_FILE).is_file()
-    basic = param.basic_parameters
-    if not is_given and not (basic.template or basic.chat_template or basic.default_system):
+    basic, has_plugins = param.basic_parameters, bool(MM_PLUGINS.loaded())
+    if not (is_given or has_plugins or basic.template or basic.chat_template or basic.default_system):
         return
     preprocess = param.preprocess_parameters
     processor = view_processor(model_folder, preprocess)
+    plugins = _plugins_of(param, processor)
     _write_tokens(preprocess, model_folder, only_template, draft)
-    if is_given:
-        (draft / VIEW_FILE).write_text(json.dumps(told_view(param), indent=2) + "\n", encoding="utf-8")
+    if is_given or plugins:
+        _store_view(draft, told_view(param), plugins)
     if not only_template:
         _write_settings(draft, processor, processor_settings(processor, preprocess))
         if preprocess.fix_mistral_regex:

@@ -98,11 +98,18 @@ class BucketOrder(Order):
             raise too_few(len(sizes), f"too few for {deal.micro_batches} micro-batches of one size each")
         whole, rest = divmod(full, deal.micro_batches)
         self._steps_per_epoch = whole + (rest > 0 and not drop_last)
+        self._dropped = rest if drop_last else 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch, the same for all epochs."""
         return self._steps_per_epoch
+
+    @property
+    def dropped(self) -> str:
+        """Micro-batches that an epoch leaves out at its end (`drop_last`), others in each epoch; empty for none."""
+        rest = self._dropped
+        return f"{rest:,} {'micro-batch' if rest == 1 else 'micro-batches'}" if rest else ""
 
     @property
     def most_pixels(self) -> int:

@@ -113,6 +113,8 @@ class MMDataLoader:
             return "rows as they are found"
         about = "about " if self.estimate_note else ""
         told = f"{len(self.dataset):,} samples, {about}{steps} {'step' if steps == 1 else 'steps'} an epoch"
+        if self.order.dropped:
+            told += f", {self.order.dropped} left out each time (drop_last)"
         return f"{told} (warning: {self.repeat_note})" if self.repeat_note else told
 
     def steps_for(self, epochs: float) -> int:

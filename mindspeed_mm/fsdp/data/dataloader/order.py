@@ -126,6 +126,11 @@ class Order(ABC):
         """Steps of an epoch as a share where an epoch is less than a step, which rows of later epochs fill; else 1."""
         return 1.0
 
+    @property
+    def dropped(self) -> str:
+        """What every epoch leaves out at its end (`drop_last`), with its number; empty where nothing, or not known."""
+        return ""
+
     @abstractmethod
     def step(self, position: DataPosition) -> Planned:
         """The step at a position."""
@@ -230,6 +235,12 @@ class GlobalOrder(Order):
     @override
     def epoch_share(self) -> float:
         return 1.0 if self._sampler.size is None else min(1.0, self._sampler.size / self._global_batch)
+
+    @property
+    @override
+    def dropped(self) -> str:
+        rest = (self._sampler.size or 0) % self._global_batch
+        return f"{rest:,} {'sample' if rest == 1 else 'samples'}" if self._drop_last and rest else ""
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other.

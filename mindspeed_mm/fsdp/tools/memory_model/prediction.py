@@ -66,6 +66,8 @@ _ABOUT_SHAPES = re.compile(
     r"|[Ss]izes of tensors must match|shape mismatch|[Ee]xpected (input|size|tensor)"
 )
 """What torch says of tensors that do not fit (torch 2.11 to 2.13)."""
+_ABOUT_MEDIA = re.compile(r"features and \w+ tokens do not match\W+tokens:?\s*\d+\D+features:?\s*\d+", re.IGNORECASE)
+"""What models of transformers say of placeholders that are not as many as what their towers make (5.17)."""
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """Model and batch → the sum that is minimised."""
 
@@ -96,6 +98,9 @@ class MemoryPrediction:
     stays from step to step, and to `resident`."""
     misfit: str = ""
     """What the model's code said of tensors whose shapes do not fit one another, and where; empty where they do."""
+    media_misfit: str = ""
+    """What the model's code said of the tokens that stand for media, where they are not as many as it makes features of
+    them; empty where they are."""
 
     @property
     def peak(self) -> int:
@@ -253,7 +258,7 @@ class _Step:
         whole: bool,
     ) -> None:
         self.approximations: list[str] = []
-        self.misfit = ""
+        self.misfit = self.media_misfit = ""
         self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host, self._whole = device_type == "cpu", whole
         self._repeats: RepeatedBlocks | None = None
@@ -472,7 +477,9 @@ class _Step:
     def approximate(self, batch: Batch, error: Exception) -> None:
         """Instead of `run`, which ended in this error: what linear layers keep, and all gradients."""
         self.approximations.append(NOTE)
-        if _ABOUT_SHAPES.search(str(error)):
+        if _ABOUT_MEDIA.search(str(error)):
+            self.media_misfit = " ".join(str(error).split())
+        elif _ABOUT_SHAPES.search(str(error)):
             self.misfit = f"{' '.join(str(error).split())} ({place_within(type(self._model), error)})"
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
         for rank in self._ranks:
@@ -513,6 +520,7 @@ class _Step:
             on_device + ledger.resident(),
             tuple(self.approximations),
             misfit=self.misfit,
+            media_misfit=self.media_misfit,
         )
 
 

@@ -95,7 +95,9 @@ def _model_of(request: EvaluateRequest) -> tuple[ServedModel | Folder, Path]:
         return ServedModel(server.address, server.name, key), results_folder(None, Path(server.name))
     request.refuse(("name", "key_file"), "is for the address of a server")
     size = request.batch_size or BATCH_SIZE
-    asked = Folder(request.folder, size, request.lora, request.config, request.plan, request.nproc)
+    asked = Folder(
+        request.folder, size, request.lora, request.config, request.plan, request.nproc, plugins=request.plugins
+    )
     source = resolve_model(asked.model)
     return asked, results_folder(source.run, source.folder)
 

@@ -59,6 +59,7 @@ class Folder:
         config: Says how rows are shown, instead of the run's own.
         plan: A YAML whose section `parallel` spreads the model over processes.
         nproc: How many.
+        plugins: Packages to import first.
     """
 
     model: Path
@@ -67,6 +68,7 @@ class Folder:
     config: Path | None = None
     plan: Path | None = None
     nproc: int = 1
+    plugins: tuple[str, ...] = ()
 
     def words(self, key_file: Path) -> list[str]:
         """Of the command that serves it."""
@@ -75,6 +77,8 @@ class Folder:
         for option, value in (("--lora", self.lora), ("--config", self.config), ("--plan", self.plan)):
             if value is not None:
                 words += [option, str(value)]
+        for plugin in self.plugins:
+            words += ["--plugin", plugin]
         for name, limit in _LIMITS.items():
             words += [f"--{name}", str(limit)]
         return words

@@ -131,6 +131,21 @@ def placeholders_of(processor: object) -> dict[str, Placeholder]:
     return found
 
 
+def tokens_of_media(processor: object) -> tuple[str, ...]:
+    """Added tokens that a processor writes for media although the tokenizer does not call them special: those that its
+    settings name (`img_patch_token`), and those that begin with such a name (`TILE_1`)."""
+    tokenizer = tokenizer_of(processor)  # type: ignore[arg-type]
+    if tokenizer is processor:
+        return ()
+    named = tuple(
+        value
+        for name, value in vars(processor).items()
+        if name.endswith("_token") and isinstance(value, str) and value and not value.isspace()
+    )
+    added = tokenizer.added_tokens_decoder.values()
+    return tuple(sorted(token.content for token in added if not token.special and token.content.startswith(named)))
+
+
 class TokenMarks:
     """`mm_token_type_ids` (or `token_type_ids`, as Gemma3 calls them), where the processor's model takes them.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     placeholders_of,
     tells_replacements,
 )
+from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import TextWriter, WritingProbe, WrittenItem, without
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -57,6 +58,9 @@ _PADDED = frozenset(
 )
 """Names of the tensors that are padded with zeros where items differ in size or number of tiles, as the processors do.
 A mask or a size says where, or the model ignores a tile of zeros."""
+_SHOWN = ((224, 168), (168, 336))
+"""Width and height of the pictures that a processor is shown to see what it writes."""
+_REFUSALS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, DataError)
 _PICTURES_OF_ROWS = "batch_num_images"
 """What a processor returns that cuts an image into tiles only where it is alone in its row (LLaVA-OneVision)."""
 
@@ -288,17 +292,14 @@ class ProcessorPlugin:
                     way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin, "
                     "lists these names in `of_text` and makes them of whole rows in `complete` (docs/data.md, B).",
                 )
-            replaced = f"a {self._written(alone)} b"
-            expected = self._tokenizer.decode(self._tokenizer(replaced, add_special_tokens=False)["input_ids"])
-            if not _tells_places(alone) and self._written(among_words).split() != expected.split():
-                raise ConfigError(
-                    f"{name} does not write the tokens of its {kind} where the placeholder stands in a text",
-                    key="model.model_name_or_path",
-                    way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
-                    f"encodes a single {kind} (docs/data.md, B).",
-                )
-        if kind == "image" and complete_of(self) is None:
-            self._check_joined(tensors, ask, text)
+            if kind != "image" and not _tells_places(alone):  # pictures are asked about in `_writer`
+                ours = self._tokenizer(f"a {self._written(alone)} b")["input_ids"]
+                if without(self._borders, ours) != without(self._borders, _ids_of(among_words)):
+                    raise self._writes_elsewhere(kind)
+        if kind == "image":
+            self.written_items(text)
+            if complete_of(self) is None:
+                self._check_joined(tensors, ask, text)
         self._fit_to_be_asked.add(kind)
 
     def _check_joined(self, tensors: Mapping[str, Any], ask: partial[Mapping[str, Any]], text: str) -> None:
@@ -307,7 +308,7 @@ class ProcessorPlugin:
         try:
             of_two = ask(text=[text * 2], images=[ask.keywords["images"] * 2])
             joined = self.collate([MediaFeatures("image", np.zeros(0, dtype=np.int64), dict(tensors))] * 2)
-        except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, DataError):
+        except _REFUSALS:
             # It takes a single picture, or one way to give it.
             return
         apart = []
@@ -323,6 +324,65 @@ class ProcessorPlugin:
                 way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
                 "whose `collate` moves these numbers as the processor does (docs/data.md, B).",
             )
+
+    # --- pictures among words ----------------------------------------------------------------------------------------
+
+    def written_items(self, text: str) -> Sequence[WrittenItem] | None:
+        """What the processor writes for each picture of a text, where that is not what it writes for each alone.
+
+        Args:
+            text: Rendered, with placeholders; None of them is a user's word.
+
+        Raises:
+            ConfigError: What it writes depends on what stands around a picture, and on the picture.
+            DataError: It changes the words, too.
+        """
+        return self._writer.items(text) if self._writer is not None else None
+
+    @cached_property
+    def _writer(self) -> TextWriter | None:
+        """Writes whole texts; None where the processor's own call gives the tokens of every picture alone, put into the
+        text, whatever stands around it. A plugin that encodes pictures itself is believed."""
+        if "image" not in self.placeholders or type(self).encode_image is not ProcessorPlugin.encode_image:
+            return None
+        placeholder = self.placeholders["image"].text
+        pictures = [Image.new("RGB", size) for size in _SHOWN]
+
+        def show(text: str, order: Sequence[int]) -> list[int]:
+            return _ids_of(self._shown(text, [pictures[number] for number in order]))
+
+        alone = [self._written(self._shown(placeholder, [picture])) for picture in pictures]
+        own = [self._features("image", written, {}) for written in alone]
+        probe = WritingProbe(self._processor, placeholder, show, own, self._borders)
+        try:
+            return probe.find_writer(with_several=self.pictures_seen_alone is None)
+        except _REFUSALS as error:
+            raise self._writes_elsewhere("image") from error
+
+    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> Mapping[str, Any]:
+        """What the processor makes of a text with pictures."""
+        ask = partial(
+            self._processor,
+            text=[text],
+            images_kwargs=self._image_options,
+            return_text_replacement_offsets=True,
+            return_tensors="pt",
+        )
+        made: Mapping[str, Any]
+        try:
+            made = ask(images=[list(pictures)])  # those of each text in a list of their own
+        except _REFUSALS:
+            made = ask(images=list(pictures))
+        return made
+
+    def _writes_elsewhere(self, kind: MediaKind) -> ConfigError:
+        return ConfigError(
+            f"{type(self._processor).__name__} does not write the tokens of its {kind} where the placeholder stands in "
+            "a text, or writes others among words than alone",
+            key="model.model_name_or_path",
+            way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
+            f"encodes a single {kind} (docs/data.md, B).",
+        )
 
     def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
@@ -381,6 +441,11 @@ class ProcessorPlugin:
                 f"'{sound.name}' is {sound.seconds:.1f} s long; the model takes {heard / sound.rate:.1f} s",
                 way_out="Cut it into pieces or drop the row.",
             )
+
+
+def _ids_of(made: Mapping[str, Any]) -> list[int]:
+    ids: list[int] = made["input_ids"][0].tolist()
+    return ids
 
 
 def _tells_places(made: Mapping[str, Any]) -> bool:

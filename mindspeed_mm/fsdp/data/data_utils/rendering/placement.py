@@ -16,8 +16,15 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, Placeholder
+from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import WriteItems, WrittenItem
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import PROTECTED, Encoding, token_span, without_marks
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import (
+    PROTECTED,
+    Encoding,
+    token_span,
+    with_stand_ins,
+    without_marks,
+)
 
 
 class Expansion(NamedTuple):
@@ -55,10 +62,11 @@ class MediaPlaces:
 
     Args:
         placeholders: Kind of media → what the chat template writes for an item.
+        write_items: Says what stands for the pictures of a text, where their own features do not.
     """
 
-    def __init__(self, placeholders: Mapping[str, Placeholder]) -> None:
-        self._placeholders = dict(placeholders)
+    def __init__(self, placeholders: Mapping[str, Placeholder], write_items: WriteItems | None = None) -> None:
+        self._placeholders, self._write_items = dict(placeholders), write_items
         texts = sorted(placeholders.items(), key=lambda entry: -len(entry[1].text))
         either = "|".join(f"(?P<{kind}>{re.escape(placeholder.text)})" for kind, placeholder in texts)
         self._pattern = re.compile(f"(?<!{PROTECTED})(?:{either})") if either else None
@@ -94,16 +102,24 @@ class MediaPlaces:
                 )
         pieces, places, shifts, position, grown = [], [], [], 0, 0
         queues = {kind: iter(items) for kind, items in waiting.items()}
+        of_text = iter(self._items_of_text(text, found))
         for match in found:
-            item = next(queues[match.lastgroup or ""])
+            item, behind = next(queues[match.lastgroup or ""]), ""
+            if match.lastgroup == "image" and (by_processor := next(of_text, None)) is not None:
+                item, behind = item._replace(text=by_processor.text), by_processor.behind
             written = match.group() if item.text is None else item.text
-            pieces += [text[position : match.start()], written]
+            pieces += [text[position : match.start()], written, behind]
             start = match.start() + grown
             places.append(((start, start + len(written)), item))
-            position, grown = match.end(), grown + len(written) - len(match.group())
+            position, grown = match.end(), grown + len(written + behind) - len(match.group())
             if item.text is not None:
                 shifts.append((match.end(), grown))
         return Placed("".join([*pieces, text[position:]]) if shifts else text, places, shifts)
+
+    def _items_of_text(self, text: str, found: Sequence[re.Match[str]]) -> Sequence[WrittenItem]:
+        if self._write_items is None or all(match.lastgroup != "image" for match in found):
+            return ()
+        return self._write_items(with_stand_ins(text)) or ()
 
     def token_places(self, placed: Placed, encoding: Encoding) -> list[tuple[Span, np.ndarray]]:
         """The tokens at which each item stands, and those that are to stand there.

@@ -27,6 +27,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what is to be text: two code points that Unicode reserves for use inside a program."""
 PROTECTED = _OPEN
 """In front of a special token that is text."""
+_MARKED = re.compile(f"{_OPEN}(.)[^{_CLOSE}]*{_CLOSE}", re.DOTALL)
 _OWN_VALUES = frozenset({"system", "user", "assistant", "tool", "text", "image", "video", "audio", "function"})
 """Roles and types that conversions write: part of the structure, never text."""
 _OWN_KEYS = frozenset({"role", "content", "type", "text"})
@@ -287,6 +288,12 @@ def _with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
 def without_marks(text: str) -> str:
     """The text without the marks of `protect`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+def with_stand_ins(text: str) -> str:
+    """The text with one letter and a mark in the place of each token that is to be text, for a processor to look at:
+    what it writes next to a word may depend on its first letter."""
+    return _MARKED.sub(rf"\1{_OPEN}", text)
 
 
 class _Whole:

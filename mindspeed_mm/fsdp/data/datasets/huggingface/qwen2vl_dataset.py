@@ -42,6 +42,7 @@ from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import (
     SHAPING_PREPROCESS,
     TOKEN_KEYS,
+    check_trained_with,
     view_notes,
     view_processor,
     with_view,
@@ -270,6 +271,7 @@ class Qwen2VLDataset(MMDataset):
         self.processor = view_processor(preprocess.model_name_or_path, preprocess)
         tell_language(self.processor, Path(preprocess.model_name_or_path))
         require_language(self.processor, Path(preprocess.model_name_or_path))
+        check_trained_with(Path(preprocess.model_name_or_path), reads_rows_itself=False)
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
