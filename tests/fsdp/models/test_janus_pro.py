@@ -359,21 +359,29 @@ def test_a_model_that_does_not_draw_is_named(tmp_path: Path) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_resume_to_the_bit_merge_and_draw(run: Path, tmp_path: Path) -> None:
-    """Merged, beside the weights, and from the run itself they draw the same picture, and another than without."""
-    train(run, tmp_path / "whole", *LORA)
-    train(run, tmp_path / "broken", *LORA, "training.train_iters=1")
-    train(run, tmp_path / "broken", *LORA)
-    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "broken")) == []
+@pytest.fixture(scope="module")
+def adapted(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`broken`: a run of adapters that was broken off after one of two steps, and resumed; `merged`, and `peft` beside
+    the weights, are what is exported of it."""
+    folder = tmp_path_factory.mktemp("adapted")
+    train(run, folder / "whole", *LORA)
+    train(run, folder / "broken", *LORA, "training.train_iters=1")
+    train(run, folder / "broken", *LORA)
+    assert differing(tensors(folder / "whole"), tensors(folder / "broken")) == []
     for out, words in (("merged", ["--merge"]), ("peft", [])):
-        said = mm("export", tmp_path / "broken", tmp_path / out, *words)
+        said = mm("export", folder / "broken", folder / out, *words)
         assert said.code == 0, said.err
+    return folder
+
+
+def test_adapters_resume_to_the_bit_merge_and_draw(run: Path, adapted: Path, tmp_path: Path) -> None:
+    """Merged, beside the weights, and from the run itself they draw the same picture, and another than without."""
     base = run.parent / "model"
     drawn = {}
     sources = {
-        "merged": [tmp_path / "merged"],
-        "peft": [base, "--lora", tmp_path / "peft"],
-        "run": [tmp_path / "broken"],
+        "merged": [adapted / "merged"],
+        "peft": [base, "--lora", adapted / "peft"],
+        "run": [adapted / "broken"],
         "base": [base],
     }
     for name, source in sources.items():
@@ -385,13 +393,10 @@ def test_adapters_resume_to_the_bit_merge_and_draw(run: Path, tmp_path: Path) ->
     assert not np.array_equal(drawn["merged"], drawn["base"])
 
 
-def test_a_run_that_draws_still_answers(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_draws_still_answers(run: Path, adapted: Path, tmp_path: Path) -> None:
     """In words it says what transformers' `generate` says; rows that expect pictures are not scored."""
-    train(run, tmp_path / "run")
-    said = mm("export", tmp_path / "run", tmp_path / "out")
-    assert said.code == 0, said.err
-    model = reference(tmp_path / "out", torch.float32)
-    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+    model = reference(adapted / "merged", torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(adapted / "merged")
     text = "<s><|User|>:\n<image_placeholder>Which is it?\n\n<|Assistant|>:\n"
     inputs = processor(text=text, images=[Image.open(run.parent / "rows" / "3.png")], return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -401,9 +406,9 @@ def test_a_run_that_draws_still_answers(run: Path, tmp_path: Path) -> None:
     rows.write_text(
         json.dumps({"messages": [question, {"role": "assistant", "content": expected or "-"}], "images": ["3.png"]})
     )
-    scored = mm("evaluate", tmp_path / "run", "--data", rows, "--out", tmp_path / "scores", "--json",
+    scored = mm("evaluate", adapted / "broken", "--data", rows, "--out", tmp_path / "scores", "--json",
                 "--max-new-tokens", 5)  # fmt: skip
     assert scored.code == 0, scored.err
     assert json.loads(scored.out)["overall"]["correct"] == int(bool(expected))
-    refused = mm("evaluate", tmp_path / "run", "--data", run.parent / "rows" / "rows.jsonl", "--out", tmp_path / "no")
+    refused = mm("evaluate", adapted / "broken", "--data", run.parent / "rows" / "rows.jsonl", "--out", tmp_path / "no")
     assert refused.code != 0 and "3 of 4 rows are bad" in refused.err, refused.err

@@ -273,11 +273,10 @@ def words_by_hand(model: Any, processor: Any, question: str, pictures: list[Any]
     return str(processor.tokenizer.decode(ids[0, asked:], skip_special_tokens=True)).strip()
 
 
-def test_a_run_answers_in_words_and_is_scored(run: Path, tmp_path: Path) -> None:
+def test_a_run_answers_in_words_and_is_scored(run: Path, adapted: Path, tmp_path: Path) -> None:
     """Of a run that learned pictures as answers, too: what it says is said word by word, and `mm evaluate` counts it.
     Rows that expect a picture are refused by name."""
-    train(run, tmp_path / "run")
-    folder, rows = mm_exported(tmp_path / "run", tmp_path / "out"), run.parent / "rows" / "asked.jsonl"
+    folder, rows = mm_exported(adapted, tmp_path / "out"), run.parent / "rows" / "asked.jsonl"
     with InDouble():
         model = transformers.ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -292,25 +291,25 @@ def test_a_run_answers_in_words_and_is_scored(run: Path, tmp_path: Path) -> None
         for number in range(2)
     ]  # fmt: skip
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answered = mm("infer", tmp_path / "run", "--data", rows, "--out", tmp_path / "answers.jsonl",
+    answered = mm("infer", adapted, "--data", rows, "--out", tmp_path / "answers.jsonl",
                   "--max-new-tokens", 4, "--temperature", 0)  # fmt: skip
     assert answered.code == 0, answered.err
     answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert answers == said and all(said)
-    scored = mm("evaluate", tmp_path / "run", "--data", rows, "--out", tmp_path / "scores", "--json",
+    scored = mm("evaluate", adapted, "--data", rows, "--out", tmp_path / "scores", "--json",
                 "--max-new-tokens", 4)  # fmt: skip
     assert scored.code == 0, scored.err
     counted = json.loads(scored.out)["overall"]
     assert counted["n"] == 2 and counted["correct"] == 1, counted
     drawn = ["--data", run.parent / "rows" / "rows.jsonl"]  # rows 1, 2 and 4 expect pictures
-    refused = mm("evaluate", tmp_path / "run", *drawn, "--out", tmp_path / "no")
+    refused = mm("evaluate", adapted, *drawn, "--out", tmp_path / "no")
     assert refused.code != 0 and "3 of 4 rows are bad" in refused.err and "scored as words" in refused.err, refused.err
-    asked = mm("infer", tmp_path / "run", *drawn, "--out", tmp_path / "words.jsonl", "--max-new-tokens", 2)
+    asked = mm("infer", adapted, *drawn, "--out", tmp_path / "words.jsonl", "--max-new-tokens", 2)
     shown = [json.loads(line)["images"] for line in (tmp_path / "words.jsonl").read_text().splitlines()]
     assert asked.code == 0 and list(map(len, shown)) == [1, 1, 1, 0], asked.err  # never what is to be drawn
 
 
 def mm_exported(run: Path, out: Path) -> Path:
-    said = mm("export", run, out)
+    said = mm("export", run, out, "--merge")
     assert said.code == 0, said.err
     return out
