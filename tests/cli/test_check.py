@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class Loader:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given, self.batching = given, dict[str, Any]()
-        self.repeat_note, self.dataset = "", as_mm_dataset([1])
+        self.repeat_note, self.dataset, self.order = "", as_mm_dataset([1]), SimpleNamespace(dropped="")
 
     def steps_for(self, epochs: float) -> int:
         return 10
