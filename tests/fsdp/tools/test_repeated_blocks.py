@@ -323,9 +323,10 @@ def test_blocks_that_differ_are_not_written(ledger: MemoryLedger) -> None:
 # --- all families -----------------------------------------------------------------------------------------------------
 
 
-TOO_LONG = {"hunyuan_video_1_5"}
-"""Families whose attention masks, of all pairs of tokens, are computed for real: minutes a block."""
-FAMILIES = [card for card in families() if card.name not in TOO_LONG and any(with_record(card))]
+TOO_LONG = "hunyuan_video_1"
+"""Beginning of the names of families whose attention masks, of all pairs of tokens, are computed for real: minutes a
+block."""
+FAMILIES = [card for card in families() if not card.name.startswith(TOO_LONG) and any(with_record(card))]
 
 
 @pytest.mark.slow
