@@ -29,7 +29,7 @@ ROWS = [
     {"id": "b", "task": "long", "text": "seven one two", "ref_audio": "voice.wav", "mood": "glad"},
     {"id": "c", "task": "long", "text": "two six", "ref_audio": ["voice.wav"], "ref_text": "one two"},
 ]
-TOKENS = 60
+TOKENS = 36
 
 
 @pytest.fixture(scope="module")

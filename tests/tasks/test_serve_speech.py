@@ -270,11 +270,11 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_that_answers_speaks_as_well(omni: Path) -> None:
     """A text is spoken as if it were the answer; both go on in turns."""
-    with engine_of(ServeRequest(omni, limits=Limits(max_new_tokens=12))) as engine:
+    with engine_of(ServeRequest(omni, limits=Limits(max_new_tokens=6))) as engine:
         assert isinstance(engine, AnswerEngine) and engine.speech is not None
         voice = engine.speech.voice
         assert isinstance(voice, OmniVoice)
-        with served(engine, Limits(max_new_tokens=12), Access()) as address:
+        with served(engine, Limits(max_new_tokens=6), Access()) as address:
             client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
             made = client.audio.speech.create(
                 model=NAME, input="nine eight", voice="chelsie", response_format="pcm", extra_body={"seed": 4}
@@ -289,7 +289,7 @@ def test_a_model_that_answers_speaks_as_well(omni: Path) -> None:
             part.register_forward_hook(lambda *_, name=name: steps.append(name))
             for name, part in (("thinks", voice.model.thinker), ("talks", voice.model.talker))
         ]
-        job = SpeechJob("nine eight", Sampling(12, seed=4), "chelsie")
+        job = SpeechJob("nine eight", Sampling(6, seed=4), "chelsie")
         expected = voice.speak(job)
         assert (
             np.frombuffer(made, "<i2").tolist() == sixteen_bits(expected.sound.samples[0]).tolist() and len(made) > 20
@@ -311,9 +311,9 @@ def test_a_model_that_answers_speaks_as_well(omni: Path) -> None:
             return None, torch.zeros(8)
 
         with mock.patch.object(voice.model, "generate", noted):
-            voice.speak(SpeechJob("nine", Sampling(12, temperature=0.5, top_p=0.8, top_k=7), "chelsie"))
+            voice.speak(SpeechJob("nine", Sampling(6, temperature=0.5, top_p=0.8, top_k=7), "chelsie"))
             assert given["talker_temperature"] == 0.5 and given["talker_top_p"] == 0.8 and given["talker_top_k"] == 7
-            voice.speak(SpeechJob("nine", Sampling(12, temperature=0), "chelsie"))
+            voice.speak(SpeechJob("nine", Sampling(6, temperature=0), "chelsie"))
             assert given["talker_do_sample"] is False
 
 

@@ -168,7 +168,7 @@ def test_a_seed_says_it_again(voice: CosyVoice3Voice) -> None:
 
 
 def test_long_texts_are_one_sound(voice: CosyVoice3Voice) -> None:
-    text = "one two three four five six. " * 40
+    text = "one two three four five six. " * 16
     parts = passages(text.strip(), lambda part: len(voice._ids(part)))
     assert len(parts) > 1
     # What is said of the parts, all drawn from one stream, stands one behind the other.
