@@ -86,7 +86,7 @@ def rows(tmp_path: Path, folder: Path) -> Path:
 def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
     arguments = [str(folder), "--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", str(TOKENS)]
     result = CliRunner().invoke(command, [*arguments, "--batch-size", "5"], catch_exceptions=False)
-    assert result.output.splitlines()[-3:] == [
+    assert result.stdout.splitlines()[-3:] == [
         "accuracy, task-0: 66.7 % (n=6, 95 % interval 30.0–90.3 %)",
         "accuracy, task-1: 83.3 % (n=6, 95 % interval 43.6–97.0 %)",
         "accuracy, overall: 75.0 % (n=12, 95 % interval 46.8–91.1 %)",
@@ -121,7 +121,7 @@ def test_another_models_answers_to_the_same_rows(folder: Path, rows: Path, tmp_p
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     arguments = ["--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", str(TOKENS)]
     told = CliRunner().invoke(command, [str(folder), *arguments, "--against", str(path.parent)], catch_exceptions=False)
-    last = told.output.splitlines()[-1]
+    last = told.stdout.splitlines()[-1]
     assert last.startswith("accuracy against the other model: +8.3 points (95 % interval ")
     assert last.endswith("better on 2, worse on 1 of 12 questions, p = 1 by McNemar's exact test")
     assert json.loads((tmp_path / "eval" / "results.json").read_text())["against"]["p_value"] == 1

@@ -403,7 +403,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(*words: object) -> dict[str, Any]:
     result = CliRunner().invoke(command, [*map(str, words), "--max-new-tokens", "3", "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output.splitlines()[-1])
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 

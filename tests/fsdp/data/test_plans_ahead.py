@@ -81,6 +81,7 @@ def test_the_order_of_a_saved_run_is_kept(kind: str) -> None:
     [("packed", False), ("packed", True), ("budget", False), ("similar lengths", True), ("mixed", False)],
 )
 def test_a_run_goes_on_from_a_stop_with_a_plan_under_way(kind: str, drop_last: bool) -> None:
+    before = set(multiprocessing.active_children())
     order, whole, position = order_of(texts(kind), kind, 4, drop_last), [], DataPosition(0, 0)
     for _ in range(16):
         whole.append(order.step(position))
@@ -90,7 +91,7 @@ def test_a_run_goes_on_from_a_stop_with_a_plan_under_way(kind: str, drop_last: b
         saved = json.loads(json.dumps(found[-1].after.to_dict())) if found else {"epoch": 0, "index": 0}
         found += ahead_from(kind, 4, drop_last, DataPosition.from_dict(saved), steps)
     assert found == whole
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before  # a worker of tests may hold others
 
 
 @pytest.mark.usefixtures("beside")
