@@ -38,8 +38,10 @@ def test_the_whole_file_is_forced_to_the_disk_before_it_is_closed(
     """What lies in the buffer too: nothing that is committed may be lost when the power is."""
     forced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.fstat(descriptor).st_size))
-    write_hashed(tmp_path / "a", b"x" * 70_001)
-    assert forced == [70_001]
+    with HashedFile(tmp_path / "a") as file:
+        file.write(b"x" * 70_001)
+        file.write(b"y")
+    assert forced == [70_002]
 
 
 def test_a_file_that_is_not_written_in_order_is_refused(tmp_path: Path) -> None:
