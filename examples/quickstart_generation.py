@@ -25,7 +25,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
 from mindspeed_mm.quickstart import scans
-from mindspeed_mm.quickstart.commands import run_command, run_mm, show
+from mindspeed_mm.quickstart.quickstart import run_command, run_mm, show
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

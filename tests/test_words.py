@@ -198,7 +198,6 @@ SAYS = {
     "fsdp/train/run/launched.py",
     "inference_sora.py",
     "inference_vlm.py",
-    "quickstart/commands.py",
     "quickstart/quickstart.py",
     "checkpoint/fsdp/generic_dcp_converter.py",
     "checkpoint/ptd/converters.py",

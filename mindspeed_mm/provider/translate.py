@@ -23,7 +23,6 @@ from mindspeed_mm.provider.model_json import put_model
 from mindspeed_mm.provider.parse import count_of, parse
 from mindspeed_mm.provider.preference_rules import preferences
 from mindspeed_mm.provider.reading import Reading
-from mindspeed_mm.provider.tools_json import put_tools
 
 RULES: tuple[Callable[[Reading], None], ...] = (
     size_rules.ranks,
@@ -255,3 +254,10 @@ def _idle_notes(reading: Reading) -> list[str]:
         have = "has" if len(names) == 1 else "have"
         notes.append(f"{', '.join(names)} {have} no effect: {reason}.")
     return notes
+
+
+def put_tools(reading: Reading, root: Node) -> None:
+    """Put the profilers' settings; `sorafeature` is for the command that extracts features."""
+    sections = {name: entry for name, entry in root.value.items() if name != "sorafeature"}
+    if sections:
+        reading.draft.put_node("tools", Node(sections, root.place))

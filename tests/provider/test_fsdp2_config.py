@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.provider.fsdp2_config import FSDP2_KEYS
+from mindspeed_mm.provider.size_rules import FSDP2_KEYS
 from mindspeed_mm.provider.translate import from_flags
 
 NEEDED = ["--lr", "1e-5", "--train-iters", "10", "--micro-batch-size", "1"]
