@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.provider.entry_flags import entry_flags
 from mindspeed_mm.provider.flags import by_spelling
 from mindspeed_mm.tasks.config import run_flags
-from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
+from mindspeed_mm.tasks.dancegrpo.run import configuration, read_flags
 from tests.helpers.tiny_pairs import make_tiny_pairs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "posttrain_coming_from.md").read_text(encoding="utf-8")

@@ -168,7 +168,7 @@ LIBRARIES_SILENCED = {
     "fsdp/models/loading/local_shard.py",
     "fsdp/tools/memory_model/simulation.py",
     "fsdp/utils/quiet.py",
-    "tasks/launch/agent.py",
+    "tasks/launch/launcher.py",
 }
 """Files that set the level of a library's logger."""
 WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py", "fsdp/models/vocabulary.py")
@@ -201,7 +201,7 @@ SAYS = {
     "quickstart/quickstart.py",
     "checkpoint/fsdp/generic_dcp_converter.py",
     "checkpoint/ptd/converters.py",
-    "tasks/convert/adapter_checkpoint.py",
+    "tasks/convert/family_converters.py",
     "tasks/dancegrpo/run.py",
     "tasks/convert/cosyvoice3.py",
     "tasks/launch/launcher.py",

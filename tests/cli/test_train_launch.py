@@ -33,9 +33,8 @@ from mindspeed_mm.fsdp.train.run.launched import (
 )
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.tasks.launch import agent, launcher, rank_start
-from mindspeed_mm.tasks.launch.agent import told_meeting_place
-from mindspeed_mm.tasks.launch.launcher import _last_words
+from mindspeed_mm.tasks.launch import launcher, rank_start
+from mindspeed_mm.tasks.launch.launcher import _last_words, told_meeting_place
 from tests.helpers.distributed import run_ranks, start_mm
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.runs import differing, mm, newest, tensors, train
@@ -284,7 +283,7 @@ def test_a_rank_imports_what_its_launcher_imports(tmp_path: Path) -> None:
 def run_by_the_agent(script: Path, text: str, nproc: int) -> list[str]:
     """What `script` wrote in each rank, run as the launcher runs ranks."""
     script.write_text(text)
-    with agent.meeting_place({}) as (words, inherited), mock.patch.dict(os.environ, inherited):
+    with launcher.meeting_place({}) as (words, inherited), mock.patch.dict(os.environ, inherited):
         run(parse_args([*words, f"--nproc-per-node={nproc}", str(script), str(script.parent)]))
     return [path.read_text() for path in sorted(script.parent.glob("rank*"))]
 
@@ -319,7 +318,7 @@ while not there.exists():
 sys.exit(3)
 """
     started = time.monotonic()
-    with agent.ending_within(lambda: 1.0), pytest.raises(ChildFailedError):
+    with launcher.ending_within(lambda: 1.0), pytest.raises(ChildFailedError):
         run_by_the_agent(tmp_path / "script.py", text, 2)
     assert time.monotonic() - started < 20
 

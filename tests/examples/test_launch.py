@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args
 
 from mindspeed_mm.fsdp.distributed.job.launch import LaunchInfo, resolve_launch
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
-from mindspeed_mm.tasks.launch.agent import told_meeting_place
+from mindspeed_mm.tasks.launch.launcher import told_meeting_place
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launch"
 TRAIN_JOB = FOLDER / "kubernetes" / "trainjob.yaml"

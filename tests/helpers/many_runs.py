@@ -36,8 +36,8 @@ def make_run(folder: Path, *, status: str = "finished", steps: int = STEPS, lr: 
 
 def measure(root: Path, count: int) -> None:
     """Make so many runs and print how long the list, a run and a comparison take, twice each."""
+    from mindspeed_mm.tasks.ui.board import Showing
     from mindspeed_mm.tasks.ui.listing import Board
-    from mindspeed_mm.tasks.ui.showing import Showing
 
     for number in range(count):
         make_run(root / f"group{number % 10}" / f"run{number}", lr=1e-4 * (1 + number % 7))

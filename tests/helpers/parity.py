@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, full, record_step, record_weights
-from mindspeed_mm.tasks.verify.compare import Deviation, RecordsDifferError, deviations
+from mindspeed_mm.tasks.verify.run import Deviation, RecordsDifferError, deviations
 
 __all__ = ["Deviation", "ParityError", "StepRecord", "compare_steps", "full", "record_step", "record_weights"]
 

@@ -15,7 +15,7 @@ from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits, WireLimits
 from mindspeed_mm.tasks.serve.listening import build_server, listen
-from mindspeed_mm.tasks.ui import app as board
+from mindspeed_mm.tasks.ui import board
 from mindspeed_mm.tasks.ui.jobs import Jobs
 
 NAME = "tiny"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
-from mindspeed_mm.tasks.dancegrpo.flags import configuration, notes_on_data, read_flags
-from mindspeed_mm.tasks.dancegrpo.run import CONFIGURATION, run
+from mindspeed_mm.tasks.dancegrpo.run import CONFIGURATION, configuration, notes_on_data, read_flags, run
 from tests.helpers.runs import lines, mm
 from tests.helpers.tiny_clip import make_tiny_clip, write_open_clip
 from tests.helpers.tiny_generators import make_tiny_flux

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.dreambooth import run as dreambooth
-from mindspeed_mm.tasks.dreambooth.flags import configuration, read_flags
+from mindspeed_mm.tasks.dreambooth.run import configuration, read_flags
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generators import make_tiny_flux
 

@@ -23,7 +23,7 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.comparing import compare, mcnemar
-from mindspeed_mm.tasks.evaluate.published import evaluate, mmmu_rules, rules
+from mindspeed_mm.tasks.evaluate.published import evaluate, rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS
 from mindspeed_mm.tasks.requests.evaluate import JUDGED, Benchmark, EvaluateRequest
@@ -113,7 +113,7 @@ def test_a_letter_alone_counts_in_either_case_in_ai2d(answer: str, share: float)
     [("B. C. are both seen", "B"), ("C. B. are both seen", "B"), ("C.", "C"), ("not B but C", "C")],
 )
 def test_mmmu_takes_the_first_of_options_with_full_stops(answer: str, letter: str) -> None:
-    assert mmmu_rules.last_named_letter(answer, ABCD) == letter
+    assert rules.last_named_letter(answer, ABCD) == letter
 
 
 def test_agreement_with_ten_people() -> None:

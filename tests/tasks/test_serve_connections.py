@@ -20,7 +20,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
-from mindspeed_mm.tasks.serve import connections
+from mindspeed_mm.tasks.serve import listening as serving
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
@@ -95,7 +95,7 @@ def test_half_sent_requests_keep_no_client_out(generator: Generator, crowd: Exit
 def test_the_connections_of_all_addresses_are_limited(
     generator: Generator, crowd: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SPARE_CONNECTIONS", 4)
+    monkeypatch.setattr(serving, "SPARE_CONNECTIONS", 4)
     with served(AnswerEngine(generator), Limits(max_requests=4)) as address:
         half = [crowd.enter_context(closing(connect(address, HEAD))) for _ in range(12)]
         assert asked(address)[0] == 200 and status_of(received(half[0])) == 429
@@ -131,7 +131,7 @@ def test_a_head_has_a_time_limit_however_it_drips(generator: Generator) -> None:
 
 @pytest.mark.edge("BS5")
 def test_whoever_does_not_read_is_not_waited_for(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_AFTER_S", 0.2)
+    monkeypatch.setattr(serving, "_AFTER_S", 0.2)
     with (
         served(AnswerEngine(generator), Limits(max_seconds=0.2, max_body_seconds=0.2)) as address,
         closing(connect(address)) as connection,
@@ -172,8 +172,8 @@ def test_the_limits_are_options() -> None:
 
 
 def test_networks_of_ipv6_count_as_one_client() -> None:
-    assert connections._site("2001:db8::1") == connections._site("2001:db8::ffff:1") != connections._site("2001:db9::1")
-    assert connections._site("::ffff:10.0.0.1") == connections._site("10.0.0.1") != connections._site("10.0.0.2")
+    assert serving._site("2001:db8::1") == serving._site("2001:db8::ffff:1") != serving._site("2001:db9::1")
+    assert serving._site("::ffff:10.0.0.1") == serving._site("10.0.0.1") != serving._site("10.0.0.2")
 
 
 def with_headers(address: str, *headers: str, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:

@@ -20,9 +20,8 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
-from mindspeed_mm.tasks.answer import continuous, continuous_fit
-from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
-from mindspeed_mm.tasks.answer.continuous_fit import is_new_enough
+from mindspeed_mm.tasks.answer import continuous
+from mindspeed_mm.tasks.answer.continuous import ContinuousWorker, is_new_enough
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
 from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
@@ -289,7 +288,7 @@ def test_models_that_it_is_not_for(folder: Path, tmp_path: Path, monkeypatch: py
         return problem.what
 
     with monkeypatch.context() as patched:
-        patched.setattr(continuous_fit, "_NEEDS_TRANSFORMERS", "99.1")
+        patched.setattr(continuous, "_NEEDS_TRANSFORMERS", "99.1")
         assert "needs transformers 99.1" in refused()
     assert "pictures" in refused(model=make_tiny_qwen3_vl(tmp_path / "sees"))
     assert "adapters" in refused(adapters=(f"kind={tmp_path / 'none'}",))

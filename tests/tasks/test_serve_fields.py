@@ -17,8 +17,7 @@ import torch
 from openai import OpenAI
 
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
-from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
-from mindspeed_mm.tasks.answer.continuous_fit import is_new_enough
+from mindspeed_mm.tasks.answer.continuous import ContinuousWorker, is_new_enough
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from tests.helpers.served import NAME, served

@@ -384,7 +384,7 @@ def test_what_takes_too_long_is_refused(generator: Generator) -> None:
 
 
 def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.tasks.serve.turn._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("mindspeed_mm.tasks.serve.chat._HEARTBEAT_S", 0.02)
     slow = Slow(generator)
     engine = AnswerEngine(slow)  # type: ignore[arg-type]
     asked = chat(stream=True, max_tokens=4000)

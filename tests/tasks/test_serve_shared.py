@@ -20,8 +20,8 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource
 from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
-from mindspeed_mm.tasks.serve import serve, shared
-from mindspeed_mm.tasks.serve.shared import load_shared
+from mindspeed_mm.tasks.serve import serve
+from mindspeed_mm.tasks.serve.serve import load_shared
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3
 
@@ -80,7 +80,7 @@ def test_ranks_answer_together(tmp_path: Path, name: str) -> None:
 def lone_failure(model: str, plan: str, failing: int) -> None:
     """One rank, but not the others, cannot answer a batch."""
     source, ranks = ModelSource(Path(model)), Ranks(60)
-    shared.LONE_FAILURE_S = 3.0 - PATIENCE_S
+    serve.LONE_FAILURE_S = 3.0 - PATIENCE_S
     mine = load_shared(source, rows_view(source, None), Path(plan), ranks)
     ended: list[int] = []
     os.kill = lambda _pid, number: ended.append(number)  # in a process of its own

@@ -18,8 +18,8 @@ from PIL import Image
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.tasks.ui import listing
+from mindspeed_mm.tasks.ui.board import Showing
 from mindspeed_mm.tasks.ui.listing import Board, Brief
-from mindspeed_mm.tasks.ui.showing import Showing
 from tests.helpers.many_runs import STEPS, make_run
 
 RUNS = 60

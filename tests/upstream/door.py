@@ -13,7 +13,7 @@ from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.fsdp.params.loader import load_config, resolved_dict
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.config import run_flags
-from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
+from mindspeed_mm.tasks.dancegrpo.run import configuration, read_flags
 
 _WANTED = re.compile(r"Set it before the command: (\w+)=")
 """What a launch asks for that only a shell knows: a person sets it, and so does the test."""

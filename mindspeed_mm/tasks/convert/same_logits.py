@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import tempfile
 import wave
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from mindspeed_mm.checkpoint.conversion.run import Conversion
 from mindspeed_mm.checkpoint.dcp_folder.reading import find_step
@@ -38,7 +39,6 @@ from mindspeed_mm.fsdp.utils.host_memory import available_bytes
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.convert.agreement import Agreement
-from mindspeed_mm.tasks.convert.used_weights import UsedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -323,3 +323,68 @@ def _logits(model: nn.Module, given: Mapping[str, Inputs]) -> dict[str, torch.Te
 def _first_line(error: Exception) -> str:
     text = error.problems[0].what if isinstance(error, MMError) else str(error)
     return (text.splitlines() or [type(error).__name__])[0]
+
+
+# --- weights that a forward used --------------------------------------------------------------------------------------
+# Which of a model's weights a computation uses: what it leaves alone, it says nothing about.
+
+_SHOWN = 3
+
+
+class UsedWeights(TorchFunctionMode):
+    """Notes which parameters torch's functions are given inside of the `with` block.
+
+    Args:
+        model: Whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._used: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        reads_attribute = getattr(func, "__name__", "") == "__get__"
+        if isinstance(result, torch.Tensor | tuple | list) and not reads_attribute:
+            self._note((*args, *kwargs.values()))
+        return result
+
+    def _note(self, values: Sequence[object]) -> None:
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                self._used.add(id(value))
+            elif isinstance(value, tuple | list):
+                self._note(value)
+
+    def told(self) -> str:
+        """The parts of the model that were not used, as `audio_tower (69 tensors)`; empty where all were."""
+        parts = self._unused("", self._model)
+        words = []
+        for name, tensors in parts[:_SHOWN]:
+            count = "1 tensor" if tensors == 1 else f"{tensors} tensors"
+            words.append(f"{name} ({count})")
+        if len(parts) > _SHOWN:
+            words.append(f"{len(parts) - _SHOWN:,} more")
+        return ", ".join(words)
+
+    def _unused(self, name: str, module: nn.Module) -> list[tuple[str, int]]:
+        """The largest parts of which nothing was used, each with its number of tensors."""
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if not parameters & self._used:
+            return [(name, len(parameters))] if parameters else []
+        dot = f"{name}." if name else ""
+        unused = []
+        for key, tensor in module.named_parameters(recurse=False):
+            if id(tensor) not in self._used:
+                unused.append((dot + key, 1))
+        for key, child in module.named_children():
+            unused += self._unused(dot + key, child)
+        return unused

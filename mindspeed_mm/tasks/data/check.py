@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import rows_folder
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, own_template
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry
 from mindspeed_mm.fsdp.params.sizes.parallel import least_ranks
+from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
-from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
+from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix, Terms, find_all, to_dict
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram
-from mindspeed_mm.tasks.data.media_search import search_media
 from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
-from mindspeed_mm.tasks.data.template_checks import template_findings
 from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
 
@@ -230,3 +233,174 @@ def _does_not_open(error: DataError) -> DataFinding:
         where = " ".join(part for part in (problem.where, problem.key) if part)
         what = f"{where}  {problem}"
     return DataFinding("error", "the data set does not open", what, 0)
+
+
+# --- media ------------------------------------------------------------------------------------------------------------
+# Where missing media may lie: the folders beside the rows, tried for some of the rows that miss one.
+
+_MOST_TRIED = 200
+_SUBFOLDERS = ("images", "image", "media", "videos", "audios", "data")
+
+
+def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
+    """Settings of `dataset_dir` under which the media of rows would be found: the best; none when nothing helps."""
+    tried = rows[:_MOST_TRIED]
+    if not dataset.has_rows:
+        return []
+    folders = [] if basic.dataset_dir is not None else [file.parent for file in _named_files(basic)]
+    paths_of_rows = []
+    for row in tried:
+        if paths := _paths(dataset.sample(row.index)):
+            paths_of_rows.append([_as_written(path, folders) for path in paths])
+    found = []
+    for folder in _candidates(basic):
+        saved = 0
+        for paths in paths_of_rows:
+            saved += all((folder / path).is_file() for path in paths)
+        if saved:
+            found.append(Fix(f"{BASIC}.dataset_dir={folder}", round(saved * len(rows) / len(tried))))
+    return sorted(found, key=lambda fix: -fix.saves_rows)[:1]
+
+
+def _as_written(path: str, folders: Sequence[Path]) -> str:
+    """A path as its row has it: without the folder of the rows, where it was looked up."""
+    for folder in folders:
+        if path.startswith(f"{folder.absolute()}/"):
+            return path.removeprefix(f"{folder.absolute()}/")
+    return path
+
+
+def _paths(sample: Sample) -> list[str]:
+    found = []
+    for item in sample.media:
+        source = item.source
+        if isinstance(source, dict):
+            source = source.get("path")
+        names = source if isinstance(source, list) else [source]  # a list: the frames of a clip
+        found += [name for name in names if isinstance(name, str)]
+    return found
+
+
+def _candidates(basic: BasicParameters) -> list[Path]:
+    """The folders of the files of rows, those around them, and their usual sub-folders."""
+    files = _named_files(basic)
+    bases = [file.parent for file in files]
+    bases += [beside.parent for beside in bases]
+    bases = list(dict.fromkeys(bases))
+    bases.append(rows_folder(basic.dataset_dir))
+    tried = list(bases)
+    for base in bases:
+        tried += [base / name for name in _SUBFOLDERS]
+    here = None if basic.dataset_dir is None else Path(basic.dataset_dir).resolve()
+    found = []
+    for folder in dict.fromkeys(tried):
+        if folder.is_dir() and folder.resolve() != here:
+            found.append(folder)
+    return found
+
+
+def _named_files(basic: BasicParameters) -> list[Path]:
+    """The files of rows that are there; a folder of them counts as a file in it."""
+    entries: Sequence[str | DataEntry] = basic.dataset or ()
+    if isinstance(entries, str):
+        entries = entries.split(",")
+    found = []
+    for entry in entries:
+        name = str(entry.path if isinstance(entry, DataEntry) else entry).strip()
+        for path in (Path(name), rows_folder(basic.dataset_dir) / name):
+            if path.exists():
+                found.append(path if path.is_file() else path / "rows")
+                break
+    return found
+
+
+# --- the chat template ------------------------------------------------------------------------------------------------
+# Whether the chat template in use fits the model: the marks it writes are tokens, and it is the model's own.
+
+_MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_[a-z]+>|\[/?INST\]|</?think>")
+"""What templates write around turns."""
+_PROBE = (
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+)
+
+
+def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
+    """Warnings about a template.
+
+    Args:
+        template: The one in use.
+        processor: Of the model's folder.
+        samples: A few rows to compare with.
+    """
+    tokenizer = tokenizer_of(processor)
+    beginning = tokenizer.decode(beginning_of(processor))
+    own = _own_template(processor, template)
+    split = sorted(mark for mark in _marks_written(template) if not _is_one_token(mark, tokenizer))
+    if split:
+        yield DataFinding(
+            "warning",
+            "template mismatch",
+            f"the chat template writes marks that are not tokens of this model: {', '.join(split)}",
+            len(samples),
+            fixes=(Fix(_instead(processor, beginning, own), 0),),
+        )
+    differing: list[Sample] = []
+    if own is not None:
+        differing = [sample for sample in samples if _differs(template, own, beginning, sample)]
+    if differing:
+        yield DataFinding(
+            "warning",
+            "template mismatch",
+            f"{len(differing)} of the first {len(samples)} rows render differently than with the model's own template",
+            len(differing),
+            tuple(str(sample.place) for sample in differing[:3]),
+            (Fix(f"{_instead(processor, beginning, own)}, unless the model is to learn another format", 0),),
+        )
+
+
+def _instead(processor: Any, beginning: str, own: ChatTemplate | None) -> str:
+    """What to set in the place of a template that does not fit. A beginning that the processor alone writes has to be
+    written by a template: `mm check` asks for it where rows lack it."""
+    if own is None:
+        return f"name a format of this model's tokens in {BASIC}.template or chat_template"
+    if not beginning or _begins(own, beginning):
+        return f"leave {BASIC}.template and chat_template out: the model's folder has its own"
+    return (
+        f"set {BASIC}.chat_template to a file with {beginning!r}, which {type(processor).__name__} begins every text "
+        "with, and the model's own template behind it"
+    )
+
+
+def _begins(template: ChatTemplate, beginning: str) -> bool:
+    try:
+        return template.render(_PROBE).startswith(beginning)
+    except DataError:
+        return False  # it wants another conversation
+
+
+def _marks_written(template: ChatTemplate) -> set[str]:
+    try:
+        return set(_MARKS.findall(template.render(_PROBE, add_generation_prompt=True)))
+    except DataError:
+        return set()  # it wants another conversation
+
+
+def _is_one_token(mark: str, tokenizer: Any) -> bool:
+    return len(tokenizer(mark, add_special_tokens=False)["input_ids"]) == 1
+
+
+def _own_template(processor: Any, used: ChatTemplate) -> ChatTemplate | None:
+    """The template of the model's folder, where another one is in use."""
+    source = own_template(processor)
+    return ChatTemplate(processor, source) if source and source != used.source else None
+
+
+def _differs(used: ChatTemplate, own: ChatTemplate, beginning: str, sample: Sample) -> bool:
+    """Whether a row is written otherwise than by the model's own template, with or without what its processor begins
+    every text with."""
+    try:
+        written = own.render(sample.messages)
+        return used.render(sample.messages) not in (written, beginning + written)
+    except DataError:
+        return True

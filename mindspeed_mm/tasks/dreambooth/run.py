@@ -8,15 +8,16 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
-from mindspeed_mm.tasks.dreambooth.flags import configuration, read_flags
+from mindspeed_mm.provider.entry_flags import EntryFlags, entry_flags
 
 
 def run(words: Sequence[str]) -> Path:
@@ -133,3 +134,111 @@ def write_rows(pictures: Path, caption: str, path: Path, most: int | None = None
 def pictures_in(folder: Path) -> list[Path]:
     """By name; none where there is no folder."""
     return sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+# The flags of diffusers' `train_dreambooth_flux.py` and `train_dreambooth_lora_flux.py`, and what they mean here.
+
+WEIGHTINGS: Mapping[str, dict[str, str]] = {
+    "cosmap": {"timestep_density": "uniform", "loss_weighting": "cosmap"},
+    "logit_normal": {"timestep_density": "logit_normal"},
+    "mode": {"timestep_density": "mode"},
+    "none": {"timestep_density": "uniform"},
+    "sigma_sqrt": {"timestep_density": "uniform", "loss_weighting": "sigma_sqrt"},
+}
+"""`--weighting_scheme` → keys of `training.diffusion`."""
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+DTYPES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def read_flags(words: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command line.
+
+    Raises:
+        UsageError: One is unknown, refused, or lacks another.
+    """
+    known = entry_flags(
+        "train_dreambooth_flux", weighting_scheme=WEIGHTINGS, lr_scheduler=SCHEDULES, mixed_precision=DTYPES
+    )
+    options, others = known.parser.parse_known_args(list(words))
+    _check_others(others, known)
+    if options.with_prior_preservation:
+        for name in ("class_data_dir", "class_prompt"):
+            if getattr(options, name) is None:
+                raise UsageError("--with_prior_preservation needs it", key=f"--{name}", way_out="Give it.")
+    if not options.instance_data_dir.is_dir():
+        raise UsageError("there is no such folder", where=str(options.instance_data_dir), key="--instance_data_dir")
+    return options
+
+
+def _check_others(words: Sequence[str], known: EntryFlags) -> None:
+    for place, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if not flag.startswith("--"):
+            continue
+        given = (value or "".join(words[place + 1 : place + 2])).lower()
+        if flag in known.refused and not (flag == "--optimizer" and given == "adamw"):
+            raise UsageError(known.refused[flag], key=flag, way_out="Leave it out.")
+        if flag not in known.idle and flag != "--optimizer":
+            raise UsageError("no such flag", key=flag, way_out="See --help.")
+
+
+def configuration(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The YAML's content.
+
+    Args:
+        options: The flags.
+        folder: Where `instance.jsonl` and `class.jsonl` stand.
+    """
+    entries: list[dict[str, Any]] = [{"path": str(folder / "instance.jsonl"), "repeats": options.repeats}]
+    diffusion: dict[str, Any] = {"shift": 1.0, "guidance": options.guidance_scale}
+    diffusion |= WEIGHTINGS[options.weighting_scheme]
+    # diffusers' scripts index times that run down: less noise where the paper has more.
+    diffusion |= {"logit_mean": -options.logit_mean, "logit_std": options.logit_std, "mode_scale": options.mode_scale}
+    if options.with_prior_preservation:
+        entries.append({"path": str(folder / "class.jsonl"), "prior": True})
+        diffusion["prior_loss_weight"] = options.prior_loss_weight
+    roots = [options.instance_data_dir, *([options.class_data_dir] if options.with_prior_preservation else [])]
+    sizes = {"height": options.resolution, "width": options.resolution, "flip": options.random_flip}
+    sizes |= {} if options.center_crop else {"crop": "random"}
+    return {
+        "model": {"model_name_or_path": options.pretrained_model_name_or_path, "model_id": "flux"},
+        "data": {
+            "dataset_param": {
+                "dataset_type": "generation",
+                "basic_parameters": {"dataset": entries, "media_roots": [str(root.absolute()) for root in roots]},
+                "preprocess_parameters": sizes,
+            }
+        },
+        "parallel": {"fsdp_plan": {"param_dtype": DTYPES[options.mixed_precision]}},
+        "features": {"recompute": options.gradient_checkpointing},
+        "training": _training(options, folder) | {"diffusion": diffusion},
+    }
+
+
+def _training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    pictures = 2 if options.with_prior_preservation else 1
+    training: dict[str, Any] = {
+        "lr": options.learning_rate,
+        "lr_decay_style": SCHEDULES[options.lr_scheduler],
+        "weight_decay": options.adam_weight_decay,
+        "adam_beta1": options.adam_beta1,
+        "adam_beta2": options.adam_beta2,
+        "adam_eps": options.adam_epsilon,
+        "clip_grad": options.max_grad_norm,
+        "micro_batch_size": options.train_batch_size * pictures,
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "seed": options.seed,
+        "save": str(folder / "run"),
+        "save_interval": options.checkpointing_steps,
+        "save_total_limit": options.checkpoints_total_limit,
+    }
+    if options.max_train_steps is not None:
+        warmup_steps = 0 if options.lr_scheduler == "constant" else options.lr_warmup_steps
+        training["train_iters"] = options.max_train_steps
+        training["lr_warmup_ratio"] = min(1.0, warmup_steps / options.max_train_steps)
+    if options.rank is not None:
+        training["lora"] = {"enable": True, "rank": options.rank, "alpha": options.lora_alpha}
+        if options.lora_layers:
+            training["lora"]["target_modules"] = [f"*{end}" for end in options.lora_layers.split(",")]
+    return training

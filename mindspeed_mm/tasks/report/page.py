@@ -14,8 +14,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.config_path import dotted
+from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.params.loader import read_plugins
 from mindspeed_mm.tasks.report.charts import draw_charts
 from mindspeed_mm.tasks.report.comparison import (
     configuration_differences,
@@ -25,7 +28,6 @@ from mindspeed_mm.tasks.report.comparison import (
 )
 from mindspeed_mm.tasks.report.data import Record, ReportedRun, choose_samples
 from mindspeed_mm.tasks.report.media import show
-from mindspeed_mm.tasks.report.rows import training_rows
 from mindspeed_mm.tasks.report.samples import sample_grid
 from mindspeed_mm.tasks.report.scores import judged, score_tables, short
 
@@ -230,3 +232,46 @@ def _sample(sample: Record, media: MediaLoader) -> Record:
         names = [names]
     fields = {name: sample.get(name, "") for name in ("id", "task", "question", "expected", "given", "correct")}
     return {**fields, "pictures": [show(str(name), media) for name in names]}
+
+
+# --- training rows ----------------------------------------------------------------------------------------------------
+# Training rows for a report: the exact tokens that the model was given, read again by the run's configuration.
+
+MOST_ROWS = 3
+_BUILT_IN = ("huggingface", None)
+_UNTRUSTED = (
+    "model.trust_remote_code=false",
+    "data.dataset_param.preprocess_parameters.trust_remote_code=false",
+)
+"""Whatever the run trusted: a report is made of runs that come from elsewhere too."""
+
+
+def training_rows(run: Path) -> Record | None:
+    """What the template shows: `rows` in the order of training, or the `trouble` that they cannot be read any more.
+
+    None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code, nor that of a
+    model folder), and runs that keep no configuration.
+    """
+    resolved = RunFolder(run).resolved
+    if not resolved.exists():
+        return None
+    try:
+        plugins, _, dataset_type = read_plugins(resolved)
+        if plugins or dataset_type not in _BUILT_IN:
+            return None
+        return {"rows": _read(resolved), "trouble": ""}
+    except ConfigError:
+        return None
+    except MMError as error:
+        return {"rows": [], "trouble": str(error)}
+
+
+def _read(resolved: Path) -> list[Record]:
+    # Imported here: a report of a run without rows need not load a processor.
+    from mindspeed_mm.tasks.data.opening import open_data
+    from mindspeed_mm.tasks.data.page import shown_row
+    from mindspeed_mm.tasks.data.preview import first_rows, show_rows
+
+    data = open_data(resolved, _UNTRUSTED, patient=True, pieces=True)
+    chosen = first_rows(data.loader(), len(data.dataset), MOST_ROWS)
+    return [shown_row(row, data.dataset.media) for row in show_rows(data, chosen)]

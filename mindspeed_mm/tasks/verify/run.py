@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from typing_extensions import override
 
 from mindspeed_mm.core.counts import short_count
-from mindspeed_mm.core.errors import ConfigError, DivergedError, MMError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.build import DatasetPart, collator_of
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.plan.outline import packs_rows
+from mindspeed_mm.fsdp.plan.outline import build_outline, packs_rows
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.register import import_plugin
-from mindspeed_mm.tasks.verify.compare import QUANTITIES, RecordsDifferError, deviations, worst_of
 from mindspeed_mm.tasks.verify.faults import planted
 from mindspeed_mm.tasks.verify.model import (
     Candidate,
@@ -34,8 +42,7 @@ from mindspeed_mm.tasks.verify.model import (
 )
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from mindspeed_mm.tasks.verify.ranks import Tell
-from mindspeed_mm.tasks.verify.rows import PartTrainer, agreeing_rows, part_of
-from mindspeed_mm.tasks.verify.setup import Case, OneProcess, VerifyJob, arguments_of
+from mindspeed_mm.tasks.verify.setup import STEPS, Case, OneProcess, Setup, VerifyJob, arguments_of
 from mindspeed_mm.tasks.verify.table import TOLERANCE, Row
 
 PLANNED = "as planned = one process"
@@ -241,3 +248,169 @@ def load_records(path: Path) -> list[StepRecord]:
         gradients = step["gradients"]
         step["gradients"] = {name: gradients.get(name) for name in step["weights"]}
     return [steps[number] for number in sorted(steps, key=int)]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+# Towers without a stand-in for a missing medium: in several processes all rows of a step have that medium, or none.
+
+_MOST_ROWS = 512
+"""Rows that are encoded to find such as agree."""
+
+
+class PartTrainer(Trainer):
+    """A trainer on some rows of the training data."""
+
+    rows: Sequence[int] | None = None
+    """Their numbers, ascending; None: all."""
+
+    @override
+    def _build_data(self, job: Job) -> RunData:
+        data = super()._build_data(job)
+        return data if self.rows is None else replace(data, train=part_of(data.train, self.rows))
+
+
+def part_of(dataset: MMDataset, rows: Sequence[int]) -> DatasetPart:
+    """Some rows of a data set."""
+    return DatasetPart(dataset, np.asarray(rows), "verified")
+
+
+def agreeing_rows(dataset: MMDataset, arguments: Arguments, setup: Setup) -> tuple[tuple[int, ...], str] | None:
+    """The rows that are compared where the model's towers have no stand-in for a medium that a rank lacks, so that
+    training in several processes refuses steps of which some rows have it and some have none.
+
+    Args:
+        dataset: The training rows.
+        arguments: Comparable.
+        setup: How many processes share a step, and how many rows it takes.
+
+    Returns:
+        Numbers of rows, and in words which were left out; None where all rows are compared.
+    """
+    keys = build_outline(arguments).spec.media_without_towers if setup.sizes.dp > 1 else ()
+    if not keys or dataset.streams or dataset.sizes is not None:
+        return None
+    data = arguments.data
+    collate = collator_of(dataset, data.dataloader_param, packs=False, dataset_param=data.dataset_param)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    looked_at = min(len(dataset), _MOST_ROWS)
+    for row in range(looked_at):
+        with suppress(DataError):  # a row that cannot be used: whoever trains on it says so
+            batch = collate([dataset.item(row, 0)])
+            groups.setdefault(tuple(key for key in keys if batch.get(key) is not None), []).append(row)
+    if len(groups) < 2:
+        return None
+    enough = setup.rows * STEPS
+    held, rows = max(groups.items(), key=lambda group: (min(len(group[1]), enough), len(group[0])))
+    what = f"those with {', '.join(held)}" if held else f"those without {', '.join(keys)}"
+    told = (
+        f"rows: {what}, {len(rows):,} of the first {looked_at:,}; the others are left out, since in several processes "
+        "all rows of a step must have such media, or none"
+    )
+    return tuple(rows), told
+
+
+# --- deviations -------------------------------------------------------------------------------------------------------
+# Compares what two ways of training produce in a step: loss, clip norm, every gradient, every weight.
+# Right plans agree to about 1e-15 in fp64, a wrong divisor or a lost reduction is off by 1e-3 and more; a bound of
+# 1e-9 between the two needs no arguing.
+
+SCALE_FLOOR = 1e-3
+"""Deviations of tensors smaller than this are measured against it: nothing can be said about noise."""
+
+QUANTITIES = {"loss": "loss", "gradients": "gradients", "grad_norm": "clip norm", "weights": "weights"}
+"""Key of a record → its name for people, in the order of a step."""
+
+
+class RecordsDifferError(ValueError):
+    """Two records cannot be compared: their steps or their parameters are not the same."""
+
+
+class Deviation(NamedTuple):
+    """The largest difference of a quantity, relative to the largest entry of its reference."""
+
+    value: float
+    quantity: str
+    """A key of `QUANTITIES`."""
+    step: int
+    name: str = ""
+    """The parameter."""
+    expected: float = 0.0
+    """The entry of the reference where the two differ most."""
+    found: float = 0.0
+    """The same entry of what was measured."""
+
+    @property
+    def place(self) -> str:
+        """The step of the deviation and, where there is one, its parameter, in words."""
+        if not self.name:
+            return f"step {self.step}"
+        return f"step {self.step}, {self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.value:.1e}  {self.quantity}, {self.place}: {self.found:.17g} instead of {self.expected:.17g}"
+
+
+def deviations(
+    reference: Sequence[StepRecord], measured: Sequence[StepRecord], *, first_step: int = 1
+) -> Iterable[Deviation]:
+    """The deviation of every quantity and parameter of consecutive steps.
+
+    Args:
+        reference: Of the plain computation.
+        measured: The same steps computed in another way.
+        first_step: Number of the first one.
+
+    Raises:
+        RecordsDifferError: One side has steps or parameters that the other lacks.
+    """
+    if len(reference) != len(measured):
+        raise RecordsDifferError(f"{len(reference)} reference steps, {len(measured)} measured")
+    for step, (expected, found) in enumerate(zip(reference, measured, strict=True), start=first_step):
+        for quantity in ("loss", "grad_norm"):
+            yield _deviation(expected[quantity], found[quantity], quantity, step)
+        for quantity in ("gradients", "weights"):
+            yield from _of_parameters(expected[quantity], found[quantity], quantity, step)
+
+
+def worst_of(found: Iterable[Deviation]) -> dict[str, Deviation]:
+    """Quantity → its largest deviation, the first of equal ones."""
+    worst: dict[str, Deviation] = {}
+    for deviation in found:
+        if deviation.quantity not in worst or deviation.value > worst[deviation.quantity].value:
+            worst[deviation.quantity] = deviation
+    return worst
+
+
+def _of_parameters(
+    expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], quantity: str, step: int
+) -> Iterable[Deviation]:
+    if expected.keys() != found.keys():
+        lacking = ", ".join(sorted(expected.keys() ^ found.keys()))
+        raise RecordsDifferError(f"{QUANTITIES[quantity]}, step {step}: only one side has {lacking}")
+    for name, tensor in expected.items():
+        other = found[name]
+        if tensor is not None and other is not None:
+            yield _deviation(tensor, other, quantity, step, name)
+        elif tensor is other:
+            yield Deviation(0.0, quantity, step, name)
+        else:
+            yield Deviation(math.inf, quantity, step, name, _size_of(tensor), _size_of(other))
+
+
+def _deviation(expected: torch.Tensor, found: torch.Tensor, quantity: str, step: int, name: str = "") -> Deviation:
+    if expected.shape != found.shape:
+        return Deviation(math.inf, quantity, step, name)
+    if not expected.numel():
+        return Deviation(0.0, quantity, step, name)
+    expected, found = expected.double().flatten(), found.double().flatten()
+    difference = (expected - found).abs()
+    place = int(difference.nan_to_num(nan=math.inf).argmax())
+    scale = max(float(expected.abs().max()), SCALE_FLOOR)
+    value = float(difference[place]) / scale
+    value = math.inf if math.isnan(value) else value
+    return Deviation(value, quantity, step, name, float(expected[place]), float(found[place]))
+
+
+def _size_of(tensor: torch.Tensor | None) -> float:
+    """Largest entry; NaN of what is not there."""
+    return math.nan if tensor is None else float(tensor.abs().max())

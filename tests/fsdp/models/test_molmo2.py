@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
-from mindspeed_mm.tasks.verify.rows import agreeing_rows
+from mindspeed_mm.tasks.verify.run import agreeing_rows
 from tests.helpers.runs import mm
 from tests.helpers.tiny_processors import byte_tokenizer
 from tests.tasks.verify_cases import Asked, job_of, verify_all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.lora import lora_problems
+from mindspeed_mm.fsdp.params.rules.model import lora_problems
 
 TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
+from mindspeed_mm.fsdp.params.rules.training import optimizer_problems
 
 
 def keys(**sections: dict[str, Any]) -> list[str]:

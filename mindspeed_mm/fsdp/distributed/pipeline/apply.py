@@ -132,7 +132,7 @@ def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
 
 def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
     """What speaks against stages of this model with this torch; what the configuration alone shows is in
-    `params/rules/pipeline.py`.
+    `params/rules/plan.py`.
 
     Raises:
         ConfigError: The model does not go together with stages.

@@ -11,17 +11,11 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards, models_of_datasets
-from mindspeed_mm.fsdp.params.rules.evaluate import evaluation_fits
-from mindspeed_mm.fsdp.params.rules.lora import lora_problems
-from mindspeed_mm.fsdp.params.rules.loss import loss_problems
 from mindspeed_mm.fsdp.params.rules.memory import memory_problems
-from mindspeed_mm.fsdp.params.rules.multi_token import multi_token_problems
-from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
-from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
+from mindspeed_mm.fsdp.params.rules.model import lora_problems, multi_token_problems, token_problems
+from mindspeed_mm.fsdp.params.rules.plan import pipeline_problems, speed_problems
 from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
-from mindspeed_mm.fsdp.params.rules.speed import speed_problems
-from mindspeed_mm.fsdp.params.rules.tokens import token_problems
-from mindspeed_mm.fsdp.params.rules.tools import tools_problems
+from mindspeed_mm.fsdp.params.rules.training import evaluation_fits, loss_problems, optimizer_problems, tools_problems
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys, walk_fields
 from mindspeed_mm.fsdp.params.value_types import Section
 
