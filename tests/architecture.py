@@ -1,4 +1,4 @@
-"""Draws the packages layer by layer: `python -m tests.architecture`.
+"""Draws the packages layer by layer: `python -m tests.architecture`. And which modules stay apart, and why.
 
 The layers are those of the import contract in `pyproject.toml`; a box holds the first sentence of the docstring of its
 package. The picture in `docs/architecture.md` is what this program draws; a test says when the two differ.
@@ -10,6 +10,7 @@ import ast
 import re
 import textwrap
 import tomllib
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
@@ -23,6 +24,108 @@ LETTER = 5.6
 """Width of a letter of the text, in pixels."""
 COLOURS = ("#dbeafe", "#e0e7ff", "#ede9fe", "#fae8ff", "#fce7f3", "#ffe4e6", "#ffedd5", "#fef9c3", "#ecfccb", "#dcfce7",
            "#ccfbf1", "#cffafe")  # fmt: skip
+
+SITTING_LINES = 450
+"""A file is read in one sitting: two that fit are one, unless there is a reason."""
+KEPT_APART = {
+    "it writes or reads pickles, which the rules of the sources allow in this file alone": (
+        "checkpoint.conversion.pt_writing",
+        "checkpoint.megatron.pt_index",
+    ),
+    "the files of a family of generators, one module a family; the other one is the list of families": (
+        "checkpoint.original.cogvideox",
+        "checkpoint.original.hunyuan_video",
+        "checkpoint.original.ltx",
+    ),
+    "one module a verb, by whose name the command line finds it": ("cli.train",),
+    "the documents name both programs": ("inference_sora", "pretrain_sora"),
+    "examples use it without the other one": ("quickstart.scans", "quickstart.tiny_model"),
+    "it can be imported without verl, which the other one needs": ("verl.batches", "verl.settings"),
+    "loaded only when it is needed: it takes the plans and the losses of training": (
+        "tasks.answer.spread",
+        "fsdp.train.posttrain",
+    ),
+    "a program that `mm doctor` starts": ("tasks.doctor.group_probe",),
+    "one module a measure, as `docs/architecture.md` says; the other one calls whichever is asked for": (
+        "tasks.evaluate.generated.encoders",
+        "tasks.evaluate.generated.pairs",
+    ),
+    "only a report of several runs has it": ("tasks.report.comparison",),
+    "one module a kind of request; the other one lists the routes": (
+        "tasks.serve.drawing",
+        "tasks.serve.passing_on",
+        "tasks.serve.speaking",
+    ),
+    "one module a group of sections; the other one is the list of rules": ("fsdp.params.rules.model",),
+    "one module an optimizer; the other one chooses": ("fsdp.optimizer.muon",),
+    "the order of a commit, of which each line matters when a process is killed, is read alone": (
+        "fsdp.checkpoint.commit",
+    ),
+    "the interface of another library, by its releases": (
+        "fsdp.distributed.expert.deepep",
+        "fsdp.features.speed.fused_operators",
+        "fsdp.models.lora.injection",
+        "fsdp.posttrain_rewards.open_clip",
+        "fsdp.train.provider.megatron_saves",
+    ),
+    "the processor of a family, as transformers divides its files": (
+        "fsdp.models.deepseek_ocr.processing_deepseek_ocr",
+        "fsdp.models.internvl_chat.processing_internvl_chat",
+        "fsdp.models.kimi_vl.processing_kimi_vl",
+    ),
+    "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
+        "fsdp.data.dataloader.pairing",
+        "fsdp.data.datasets.qwen3omni_talker.layout",
+        "fsdp.distributed.job.interfaces",
+        "fsdp.loss.drawn_pictures",
+        "fsdp.models.behaviour.segmented_mixer",
+        "fsdp.models.ltx2.mel_spectrum",
+        "fsdp.ops.context_attention.ring",
+        "fsdp.ops.grouped_matmul",
+        "fsdp.sampling.speech.cosyvoice3.talking",
+        "fsdp.sampling.speech.talking",
+        "fsdp.tools.intervals",
+        "fsdp.train.rollouts.flow",
+    ),
+}
+"""Why a module is not part of its only importer, which is beside it and short: reason → modules."""
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([\w.]+))", re.MULTILINE
+)
+
+
+def sources() -> dict[str, str]:
+    """Module, without the name of the package, → its text."""
+    texts = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        inside = path.relative_to(ROOT / PACKAGE).with_suffix("")
+        parts = inside.parts[:-1] if inside.name == "__init__" else inside.parts
+        texts[".".join(parts)] = path.read_text(encoding="utf-8")
+    return texts
+
+
+def lone_siblings(texts: Mapping[str, str]) -> dict[str, str]:
+    """Module → its only importer, where this one is in the same folder and both can be read in one sitting.
+
+    Args:
+        texts: Module → its text, as `sources` has them.
+    """
+    importers: dict[str, set[str]] = {module: set() for module in texts}
+    for importer, text in texts.items():
+        for origin, names, plain in _IMPORT.findall(text):
+            named = [plain, origin, *(f"{origin}.{name}" for name in re.findall(r"\w+", names))]
+            for each in named:
+                module = each.removeprefix(PACKAGE).removeprefix(".")
+                if each.startswith(PACKAGE) and module in importers and module != importer:
+                    importers[module].add(importer)
+    found = {}
+    for module, by in importers.items():
+        (importer, *others) = by or {""}
+        together = texts[module].count("\n") + texts.get(importer, "").count("\n")
+        are_siblings = importer.rpartition(".")[0] == module.rpartition(".")[0]
+        if by and not others and are_siblings and together <= SITTING_LINES:
+            found[module] = importer
+    return found
 
 
 def floors() -> list[list[str]]:

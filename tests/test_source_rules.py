@@ -457,3 +457,27 @@ def test_what_is_replaced_is_there() -> None:
 def test_a_replaced_name_that_is_gone_is_found(patch: str) -> None:
     imports = "from tests import architecture as rules\nfrom mindspeed_mm.core.batch import Share\n"
     assert len(unknown_patches(imports + patch)) == 1
+
+
+def test_what_is_always_read_together_is_one_file() -> None:
+    """A module that only its neighbour imports is part of that one, or `architecture.KEPT_APART` has the reason."""
+    found = architecture.lone_siblings(architecture.sources())
+    kept = [module for modules in architecture.KEPT_APART.values() for module in modules]
+    assert len(kept) == len(set(kept))
+    assert {module: by for module, by in found.items() if module not in kept} == {}
+    assert [module for module in kept if module not in found] == [], "these need no reason any more"
+
+
+@pytest.mark.parametrize(
+    ("importers", "expected"),
+    [
+        ({"room.b": "from mindspeed_mm.room.a import A\n"}, {"room.a": "room.b"}),
+        ({"room.b": "def late():\n    from mindspeed_mm.room import (\n        a,\n    )\n"}, {"room.a": "room.b"}),
+        ({"room.b": "import mindspeed_mm.room.a\n" + "\n" * architecture.SITTING_LINES}, {}),
+        ({"room.b": "from mindspeed_mm.room.a import A\n", "room.c": "from mindspeed_mm.room.a import A\n"}, {}),
+        ({"other.b": "from mindspeed_mm.room.a import A\n"}, {}),
+        ({"room.b": "from mindspeed_mm.room.abc import A\n"}, {}),
+    ],
+)
+def test_a_lone_sibling_is_found(importers: dict[str, str], expected: dict[str, str]) -> None:
+    assert architecture.lone_siblings({"room.a": "class A: ...\n", **importers}) == expected

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from mindspeed_mm.fsdp.sampling.answers.scoring import graded
 from mindspeed_mm.tasks.evaluate.comparing import compare_rates
-from mindspeed_mm.tasks.evaluate.harness.figures import Figure, TaskFigures
+from mindspeed_mm.tasks.evaluate.harness.evaluate import Figure, TaskFigures
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report.comparison import (
     configuration_differences,
