@@ -187,11 +187,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path, notes: Ma
     try:
         safetensors.torch.save_file(dict(tensors), path, None if notes is None else dict(notes))
     except SafetensorError as error:
-        raise _os_error(error, path) from error
+        # The library reports `... (os error 28)` as text only.
+        number = str(error).rpartition("os error ")[2].rstrip(") ")
+        raise OSError(int(number) if number.isdigit() else 5, str(error), str(path)) from error
     path.chmod(mode)
-
-
-def _os_error(error: SafetensorError, path: Path) -> OSError:
-    """The library says `... (os error 28)`."""
-    number = str(error).rpartition("os error ")[2].rstrip(") ")
-    return OSError(int(number) if number.isdigit() else 5, str(error), str(path))

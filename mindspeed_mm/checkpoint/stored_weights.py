@@ -62,7 +62,9 @@ def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapp
         yield _of_step(step)
     else:
         with open_weights(folder) as stored:
-            yield dequantized(stored, _config_of(folder), str(folder))
+            # The model does not know how its weights are stored: config.json beside them says it.
+            path = folder / "config.json"
+            yield dequantized(stored, read_json_object(path, ModelFolderError) if path.is_file() else {}, str(folder))
 
 
 def step_of_weights(folder: Path) -> Path | None:
@@ -116,12 +118,6 @@ def stored_files(folder: Path) -> list[Path]:
     if (step := step_of_weights(folder)) is not None:
         return sorted(step.glob("*.distcp"))
     return weight_files(folder)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """What config.json beside the weights says, where there is one: the model does not know how they are kept."""
-    path = folder / "config.json"
-    return read_json_object(path, ModelFolderError) if path.is_file() else {}
 
 
 def _in_folder(folder: Path, problem: Problem) -> Problem:

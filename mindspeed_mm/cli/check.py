@@ -39,15 +39,12 @@ def command(request: CheckRequest) -> None:
         options=request.start,
     )
     if request.as_json:
-        say_json(_as_dict(result), indent=2)
+        findings = [{"stage": f.stage, "exit_code": f.exit_code, **asdict(f.problem)} for f in result.findings]
+        content = {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
+        say_json(content, indent=2)
     else:
         say(_as_text(result))
     click.get_current_context().exit(result.exit_code)
-
-
-def _as_dict(result: task.CheckResult) -> dict[str, object]:
-    findings = [{"stage": f.stage, "exit_code": f.exit_code, **asdict(f.problem)} for f in result.findings]
-    return {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
 
 
 def _as_text(result: task.CheckResult) -> str:

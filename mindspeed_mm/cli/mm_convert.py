@@ -121,7 +121,10 @@ def run(words: list[str]) -> int:
     """
     as_json = _JSON in words
     plugins, words = taken("--plugin", [word for word in words if word != _JSON])
-    _import_plugins(plugins)
+    if plugins:
+        from mindspeed_mm.fsdp.utils.register import import_plugin
+
+        import_plugin(tuple(plugins), key="--plugin")
     wants_help = not _HELP_WORDS.isdisjoint(words)
     words = [word for word in words if word not in _HELP_WORDS]
     if not words:
@@ -220,13 +223,6 @@ def _paths(values: Mapping[str, object], section: str = "") -> Iterator[tuple[st
 
 
 # --- which converter, which subcommand --------------------------------------------------------------------------------
-
-
-def _import_plugins(names: Sequence[str]) -> None:
-    if names:
-        from mindspeed_mm.fsdp.utils.register import import_plugin
-
-        import_plugin(tuple(names), key="--plugin")
 
 
 def _registry() -> dict[str, type[Converter]]:

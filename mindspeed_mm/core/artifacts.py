@@ -317,7 +317,12 @@ class RunFolder:
         owner = self._owner()
         if owner is None:
             return
-        silent_for_s = self._silent_for_s()
+        # By the clock of the file system: hosts' clocks may differ.
+        probe = self.path / f".clock-{os.getpid()}"
+        probe.write_bytes(b"")
+        now = probe.stat().st_mtime
+        probe.unlink()
+        silent_for_s = max(0.0, now - self.lock_file.stat().st_mtime)
         if owner.is_gone(silent_for_s):
             return
         raise MachineError(
@@ -334,14 +339,6 @@ class RunFolder:
             return LockOwner(**parse_json(self.lock_file.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-
-    def _silent_for_s(self) -> float:
-        """Seconds since the last heartbeat, by the clock of the file system: hosts' clocks may differ."""
-        probe = self.path / f".clock-{os.getpid()}"
-        probe.write_bytes(b"")
-        now = probe.stat().st_mtime
-        probe.unlink()
-        return max(0.0, now - self.lock_file.stat().st_mtime)
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(_HEARTBEAT_S):

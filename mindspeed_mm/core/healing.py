@@ -39,7 +39,11 @@ def heal(parent: Path) -> None:
 def heal_missing(path: Path) -> None:
     """`heal` around a path where nothing is: the folder of that name may have been put aside by a killed writer."""
     with suppress(OSError, ValueError):
-        if not os.path.lexists(path) and path.parent.is_dir() and _left_in(path.parent):
+        if (
+            not os.path.lexists(path)
+            and path.parent.is_dir()
+            and (named(path.parent, FORMER) or named(path.parent, DRAFT))
+        ):
             heal(path.parent)
 
 
@@ -65,10 +69,6 @@ def _identity(folder: Path) -> list[int]:
     """What tells a folder from any other that has had its name, however it is renamed."""
     status = folder.stat()
     return [status.st_ino, status.st_mtime_ns]
-
-
-def _left_in(parent: Path) -> bool:
-    return bool(named(parent, FORMER) or named(parent, DRAFT))
 
 
 def _heal_former(former: Path) -> None:

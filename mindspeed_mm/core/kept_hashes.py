@@ -57,7 +57,8 @@ def kept_sha256(path: Path, cache_dir: str | Path | None = None) -> str:
     """
     name = str(path.absolute())
     mark, now = mark_of(path.stat()), time.time_ns()
-    if not _is_settled(mark, now):
+    _, modified_ns, changed_ns, _ = mark
+    if max(modified_ns, changed_ns) + _RACY_NS >= now:
         return sha256_file(path)
     known_mark, known = _here.get(name, (None, ""))
     if known_mark != mark:
@@ -71,11 +72,6 @@ def kept_sha256(path: Path, cache_dir: str | Path | None = None) -> str:
 def mark_of(status: os.stat_result) -> Mark:
     """What tells a file from what it was."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def _is_settled(mark: Mark, now_ns: int) -> bool:
-    _, modified_ns, changed_ns, _ = mark
-    return max(modified_ns, changed_ns) + _RACY_NS < now_ns
 
 
 class _KeptHash:
@@ -135,16 +131,13 @@ class _KeptHash:
             with draft_file(self._folder) as draft:
                 draft.write_text(f"{_digest(told)} {told}", encoding="utf-8")
                 draft.replace(self._path)
-            self._drop_oldest()
+            entries = list(self._folder.glob("*.json"))
+            if len(entries) > _MOST_IN_A_FOLDER:
+                entries.sort(key=lambda path: path.stat().st_mtime_ns)
+                for path in entries[:-_MOST_IN_A_FOLDER]:
+                    path.unlink(missing_ok=True)
         except OSError as error:
             _log.debug("the hash of %s is not kept: %s", self._name, error)
-
-    def _drop_oldest(self) -> None:
-        entries = list(self._folder.glob("*.json"))
-        if len(entries) > _MOST_IN_A_FOLDER:
-            entries.sort(key=lambda path: path.stat().st_mtime_ns)
-            for path in entries[:-_MOST_IN_A_FOLDER]:
-                path.unlink(missing_ok=True)
 
 
 def _digest(text: str) -> str:

@@ -69,10 +69,8 @@ def _in_flags(problem: Problem) -> Problem:
     key = " · ".join(flag_of_key().get(each, each) for each in problem.key.split(" · "))
     if problem.where.startswith("--") and key.startswith("--"):
         key = ""  # the flag that was given says it
-    return Problem(in_flags(problem.what), problem.where, key, _with_setting(in_flags(problem.way_out)))
-
-
-def _with_setting(way_out: str) -> str:
-    """A way out that names keys which no flag sets, with how one is set."""
+    way_out = in_flags(problem.way_out)
     keys = re.findall(rf"(?<![\w.])(?:{_SECTIONS})\.\w[\w.]*\w", way_out)
-    return f"{way_out} (Here: {_SET} {keys[0]}=….)" if keys and _SET not in way_out else way_out
+    if keys and _SET not in way_out:
+        way_out = f"{way_out} (Here: {_SET} {keys[0]}=….)"
+    return Problem(in_flags(problem.what), problem.where, key, way_out)

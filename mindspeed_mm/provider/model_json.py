@@ -226,7 +226,7 @@ def _put_stages(reading: Reading, root: Node) -> None:
         reading.draft.problem(f"{flat} are {sum(flat)} layers, but num_layers is {total}", place, "Change one of them.")
     elif reading.names is None:
         reading.draft.note(f"{place}: the model's layers are not known here, so stages are cut at equal cost.")
-    elif _is_tower_cut(root):
+    elif any(_flat(value_at_key(root, f"{_TOWER}.pipeline_num_layers"))[1:]):
         reading.draft.note(f"{place}: the vision tower lies on one stage here, so stages are cut at equal cost.")
     elif 0 in flat[1:-1]:
         reading.draft.problem(f"{flat}: a stage between others has no layer", place, "Give it one.")
@@ -237,11 +237,6 @@ def _put_stages(reading: Reading, root: Node) -> None:
         if flat[-1] == 0:
             points[-1] = reading.names.of_decoder("norm")
         reading.draft.put("parallel.pp_plan.split_points", points, place)
-
-
-def _is_tower_cut(root: Node) -> bool:
-    """Whether layers of the vision tower lie behind the first stage."""
-    return any(_flat(value_at_key(root, f"{_TOWER}.pipeline_num_layers"))[1:])
 
 
 def _flat(counts: object) -> list[Any]:

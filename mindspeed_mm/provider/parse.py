@@ -22,7 +22,6 @@ from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, plain
 from mindspeed_mm.provider.flags import FLAGS, by_dest, by_spelling, nearest_flag
 from mindspeed_mm.provider.json_tree import entries_of
-from mindspeed_mm.provider.launch_flag import LaunchFlag
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 """A user's function that adds flags of its own to the parser."""
@@ -105,7 +104,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Megatron-style flags.", allow_abbrev=False, conflict_handler="resolve")
     for flag in FLAGS:
         action: dict[str, Any] = {"switch": {"action": "store_true"}, "list": {"nargs": "+"}}.get(flag.kind, {})
-        parser.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=_help(flag), **action)
+        text = flag.key or flag.of_loop or (flag.idle and f"no effect: {flag.idle}") or flag.refused or flag.rule
+        parser.add_argument(
+            *flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **action
+        )
     return parser
 
 
@@ -141,11 +143,6 @@ def fill_absent(namespace: Namespace, defaults: Mapping[str, Any]) -> None:
         if name not in places:
             setattr(namespace, name, value)
             places[name] = SourcePosition(f"args_defaults['{name}']")
-
-
-def _help(flag: LaunchFlag) -> str:
-    text = flag.key or flag.of_loop or (flag.idle and f"no effect: {flag.idle}") or flag.refused or flag.rule
-    return text.replace("%", "%%")
 
 
 def _given(words: Sequence[str]) -> dict[str, SourcePosition]:

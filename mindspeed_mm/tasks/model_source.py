@@ -197,12 +197,8 @@ def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) 
         from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
 
         export.run(ExportRequest(checkpoint, target, weights=weights, merge=whole, transformer_only=not whole))
-        _remove_others(target)
+        # Only one export of a run is kept: each is as large as the model.
+        for folder in target.parent.glob("iter_*"):
+            if folder != target:
+                remove_written(folder)
     return target
-
-
-def _remove_others(target: Path) -> None:
-    """One export of a run is kept: each is as large as the model."""
-    for folder in target.parent.glob("iter_*"):
-        if folder != target:
-            remove_written(folder)

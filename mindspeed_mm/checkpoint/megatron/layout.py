@@ -160,7 +160,7 @@ class MegatronLayout:
         """Return the division as a JSON object for `layout.json`, which `from_json` reads."""
         content: dict[str, object] = {"tp_size": self.tp, "ep_size": self.ep}
         for tower, stages in self.layers.items():
-            content[FLAG_OF_TOWER[tower]] = _as_lists(stages)
+            content[FLAG_OF_TOWER[tower]] = list(map(list, stages))
         for tower, size in self.tp_of_tower.items():
             content[_TP_FLAG[tower]] = size
         content |= {"vocabulary_multiple": self.vocabulary_multiple, "canonical": self.canonical}
@@ -243,10 +243,6 @@ class MegatronLayout:
 
 _TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
 _EVERYWHERE = "towers_on_every_stage"
-
-
-def _as_lists(stages: Stages) -> list[list[int]]:
-    return list(map(list, stages))
 
 
 def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> frozenset[str]:

@@ -25,7 +25,9 @@ class LuminaConverter(Converter):
 
     def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Write a Hugging Face folder as MindSpeed-MM's folder of one rank."""
-        _refuse_division(cfg)
+        parallel = cfg.target_parallel_config
+        if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
+            raise UsageError("MindSpeed-MM does not divide Lumina-mGPT", key="--cfg.target_parallel_config")
         _refuse_unused(cfg, "lora_path", "hf_dir")
         with open_weights(cfg.source_path) as stored:
             ledger = SourceLedger(stored, cfg.source_path)
@@ -53,12 +55,6 @@ class LuminaConverter(Converter):
 
 def _pt_file(ledger: SourceLedger) -> PtFile:
     return PtFile({"model": ledger.tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
-
-
-def _refuse_division(cfg: ConvertGeneratorConfig) -> None:
-    parallel = cfg.target_parallel_config
-    if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
-        raise UsageError("MindSpeed-MM does not divide Lumina-mGPT", key="--cfg.target_parallel_config")
 
 
 def _refuse_unused(cfg: ConvertGeneratorConfig, *keys: str) -> None:

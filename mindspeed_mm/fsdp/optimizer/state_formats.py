@@ -49,7 +49,7 @@ class Format(NamedTuple):
             self.key + SCALE: room_like(parameter, torch.float32, device, size),
         }
         # Code 0 is not the number 0.
-        local(kept[self.key]).fill_(_code_of_zero(self.is_signed))
+        local(kept[self.key]).fill_(_table(self.is_signed).index(0))
         return kept
 
     @property
@@ -195,7 +195,3 @@ def _table(is_signed: bool) -> list[float]:
 
 def _packing() -> ModuleType:
     return load_torchao("optim.quant_utils", key=KEY)
-
-
-def _code_of_zero(is_signed: bool) -> int:
-    return _table(is_signed).index(0)

@@ -200,7 +200,9 @@ def load_config(
     if arguments is None or notes.problems:
         if arguments is not None and ranks:
             notes.problems += _problems_of_sizes(arguments, ranks, root)
-        raise _all_at_once(path, notes.problems)
+        once = {_identity(problem): problem for problem in reversed(notes.problems)}
+        ordered = sorted(once.values(), key=_by_line)
+        raise ConfigError(count_problems(path, ordered), problems=ordered)
     return ResolvedConfig(
         arguments=arguments,
         path=path,
@@ -338,12 +340,6 @@ def _warn_meaningless(root: Node) -> list[Problem]:
         what = "training.train_epochs is also given and takes precedence"
         warnings.append(Problem(what, _where(root, key), key, "Keep one of them."))
     return warnings
-
-
-def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
-    once = {_identity(problem): problem for problem in reversed(problems)}
-    ordered = sorted(once.values(), key=_by_line)
-    return ConfigError(count_problems(path, ordered), problems=ordered)
 
 
 def _identity(problem: Problem) -> tuple[str, str, str]:

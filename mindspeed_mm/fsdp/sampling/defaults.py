@@ -55,9 +55,12 @@ def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = ""
             key=f"{key}.num_inference_steps" if "." in key else "--steps",
             way_out="Set it.",
         )
+    stated = adapter.usage.guidance
+    if stated is None:
+        stated = own.get(adapter.guidance_argument)
     filling: dict[str, Any] = {
         "num_inference_steps": steps,
-        "guidance_scale": _guidance(adapter, own),
+        "guidance_scale": float(stated) if isinstance(stated, int | float) else None,
         "num_frames": _frames(adapter, own),
         "fps": usage.fps or own.get(_RATE_ARGUMENT) or _LAST_RESORT_FPS,
     }
@@ -68,13 +71,6 @@ def _pipeline_defaults(adapter: DiffusionAdapter) -> Mapping[str, Any]:
     """Argument of the pipeline's `__call__` → its default, of those that have one."""
     parameters = inspect.signature(diffusers_class(adapter.pipelines[adapter.task]).__call__).parameters
     return {name: each.default for name, each in parameters.items() if each.default not in (each.empty, None)}
-
-
-def _guidance(adapter: DiffusionAdapter, own: Mapping[str, Any]) -> float | None:
-    stated = adapter.usage.guidance
-    if stated is None:
-        stated = own.get(adapter.guidance_argument)
-    return float(stated) if isinstance(stated, int | float) else None
 
 
 def _frames(adapter: DiffusionAdapter, own: Mapping[str, Any]) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ class DiffusionSampler:
         steps = FiniteSteps(len(batch), sampling.num_inference_steps)
         with (
             evaluating(self._transformer),
-            self._computing(),
+            nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype),
             quiet("diffusers", "transformers"),
             steps.watching(self._transformer, self.pipeline.vae),
         ):
@@ -280,9 +280,6 @@ class DiffusionSampler:
             if isinstance(part, nn.Module) and part is not self._transformer:
                 models[f"{name}."] = part
         return not_finite(what, models, where=order.prompt.place)
-
-    def _computing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype)
 
 
 def resolve_size(

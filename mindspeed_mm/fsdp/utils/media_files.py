@@ -166,7 +166,8 @@ def _encode(frames: np.ndarray, fps: float, crf: int, sound: SoundTrack | None) 
         # The deblocking filter smooths hard edges away (56 of 255 levels in noise), where there is nothing to smooth.
         stream.options = {"crf": str(crf), "preset": "medium", "x264-params": f"mbtree=0:no-deblock={int(crf < CRF)}"}
         stream.codec_context.thread_count = 1
-        _describe_colours(stream.codec_context)
+        stream.codec_context.color_range = _LIMITED_RANGE
+        stream.codec_context.colorspace = stream.codec_context.color_primaries = stream.codec_context.color_trc = _BT601
         track = None if sound is None else _sound_stream(container, sound)
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
@@ -219,11 +220,6 @@ def _encode_sound(container: Any, stream: Any, sound: SoundTrack) -> None:
 
 def _layout(sound: SoundTrack) -> str:
     return {1: "mono", 2: "stereo"}[len(sound.samples)]
-
-
-def _describe_colours(context: Any) -> None:
-    context.color_range = _LIMITED_RANGE
-    context.colorspace = context.color_primaries = context.color_trc = _BT601
 
 
 def _check(array: np.ndarray, dims: int) -> None:

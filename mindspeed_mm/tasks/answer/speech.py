@@ -47,7 +47,11 @@ def run(request: InferRequest) -> SpokenFile:
     voice = load_voice(source.folder, rows_view(source, request.config).of_people())
     answer: Answer | None = None
     if isinstance(voice, AnsweringVoice):
-        _check_answering(request)
+        # These options are for models that speak the prompt itself.
+        for key, given in (("--audio-text", request.audio_text), ("--instructions", request.instructions)):
+            if given is not None:
+                what, way_out = "is for models that speak the prompt itself, and this one answers it", "Leave it out."
+                raise UsageError(what, where=str(request.model), key=key, way_out=way_out)
         answer, said = voice.answer(request.prompt, media_items(request), sampling_of(request), request.speaker)
     else:
         said = voice.speak(_job(request, voice))
@@ -76,11 +80,3 @@ def _job(request: InferRequest, voice: Voice) -> SpeechJob:
     most = request.max_new_tokens or voice.usual_tokens
     sampling = Sampling(most, request.temperature, request.top_p, request.seed or 0, request.top_k)
     return SpeechJob(request.prompt, sampling, request.speaker, reference, request.instructions or "")
-
-
-def _check_answering(request: InferRequest) -> None:
-    """Raise `UsageError` for options of models that say the prompt itself."""
-    for key, given in (("--audio-text", request.audio_text), ("--instructions", request.instructions)):
-        if given is not None:
-            what, way_out = "is for models that speak the prompt itself, and this one answers it", "Leave it out."
-            raise UsageError(what, where=str(request.model), key=key, way_out=way_out)

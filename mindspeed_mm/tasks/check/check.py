@@ -250,18 +250,15 @@ class _Check:
         self.config.check_built()
         self.config.check_revealed()
         check_save_format(self.config.arguments)
-        self._warn_of_device()
-        check_trackers(self.config.arguments.training.report_to)
-        self._profilers()
-
-    def _warn_of_device(self) -> None:
-        """Another device may train: that this one could not is worth a warning."""
+        # Another device may train: that this one cannot is only a warning.
         from mindspeed_mm.fsdp.train.run.start_checks import check_device
 
         try:
             check_device(self.config.arguments)
         except MMError as error:
             self.result.warnings += [str(problem) for problem in self.config.locate(error.problems)]
+        check_trackers(self.config.arguments.training.report_to)
+        self._profilers()
 
     def _profilers(self) -> None:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""

@@ -168,7 +168,9 @@ def _to_megatron(
     source: Path, target: Path, kind: str, division: Division, model_folder: Path | None, writing: Writing
 ) -> tuple[str, Converted]:
     if _is_generator(source, kind):
-        return "generator", _divided_generator(source, target, division, model_folder, writing)
+        if division.ep > 1:
+            raise UsageError("a generator has no experts", key="ep_size", way_out="Leave it out.")
+        return "generator", _generator(source, target, Naming.MM, model_folder, writing, division)
     if kind not in ("hf", "dcp", "run", "megatron"):
         raise _no_way(source, kind, "megatron")
     return kind, _divided(source, target, kind, division, model_folder, writing)
@@ -243,14 +245,6 @@ def _is_generator(source: Path, kind: str) -> bool:
     if kind in ("dcp", "run"):
         return recognise_generator(DcpReader(find_distributed_step(source)).model_tensors()) is not None
     return kind == "hf" and (source / "config.json").is_file() and "_class_name" in model_config(source)
-
-
-def _divided_generator(
-    source: Path, target: Path, division: Division, model_folder: Path | None, writing: Writing
-) -> Converted:
-    if division.ep > 1:
-        raise UsageError("a generator has no experts", key="ep_size", way_out="Leave it out.")
-    return _generator(source, target, Naming.MM, model_folder, writing, division)
 
 
 def _generator(

@@ -64,7 +64,11 @@ class Qwen3TTSConverter(GenericDCPConverter):
             verify: Read everything back and compare.
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         """
-        self._check_family(model_assets_dir)
+        if (found := model_config(model_assets_dir).get("model_type")) != _FAMILY:
+            raise UsageError(
+                f"model_type is {found!r}, and this converter is for {_FAMILY}",
+                where=str(model_assets_dir / "config.json"),
+            )
         self._voice = _voice_of(speaker_name, speaker_audio_path, model_assets_dir)
         return super().dcp_to_hf(
             load_dir,
@@ -79,12 +83,6 @@ class Qwen3TTSConverter(GenericDCPConverter):
     def _finish(self, made: HubFolder, model_assets_dir: Path) -> None:
         if self._voice is not None:
             _give_voice(made, self._voice, model_assets_dir)
-
-    def _check_family(self, folder: Path) -> None:
-        if (found := model_config(folder).get("model_type")) != _FAMILY:
-            raise UsageError(
-                f"model_type is {found!r}, and this converter is for {_FAMILY}", where=str(folder / "config.json")
-            )
 
 
 def _voice_of(name: str | None, sound: Path | None, assets: Path) -> _Voice | None:

@@ -126,7 +126,12 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
         model = models.pop()
         _fill(model, folder)
         with UsedWeights(model) as used:
-            computed.append(_logits(_rounded(model, dtypes), given))
+            # The numbers of what was written, computed in single precision.
+            for name, parameter in model.named_parameters():
+                dtype = dtypes.get(name, parameter.dtype)
+                if dtype.is_floating_point and dtype.itemsize < parameter.dtype.itemsize:
+                    parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+            computed.append(_logits(model, given))
         unused = used.told()
         del model, used
     if sides.is_plain_written:
@@ -221,15 +226,6 @@ def _written_dtypes(plain: Path) -> dict[str, torch.dtype]:
     with open_weights(plain) as stored:
         own, _ = outline.own_tensors(stored)
         return {name: tensor.dtype for name, tensor in own.items()}
-
-
-def _rounded(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
-    """With each parameter rounded as what was written has it. The model goes on computing in single precision."""
-    for name, parameter in model.named_parameters():
-        dtype = dtypes.get(name, parameter.dtype)
-        if dtype.is_floating_point and dtype.itemsize < parameter.dtype.itemsize:
-            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
-    return model
 
 
 # --- what they are shown ----------------------------------------------------------------------------------------------

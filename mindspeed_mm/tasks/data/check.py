@@ -106,7 +106,12 @@ def run(request: DataCheckRequest) -> DataCheck:
     try:
         data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
     except DataError as error:
-        result.findings = [_does_not_open(error)]
+        what = str(error)
+        if error.headline:
+            problem = error.problems[0]
+            where = " ".join(part for part in (problem.where, problem.key) if part)
+            what = f"{where}  {problem}"
+        result.findings = [DataFinding("error", "the data set does not open", what, 0)]
         return result
     began = time.monotonic()
     tally = look_through(data, decode=request.decode, limit=request.limit, workers=request.workers)
@@ -226,15 +231,6 @@ def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     return list(template_findings(template, data.processor(), samples))
 
 
-def _does_not_open(error: DataError) -> DataFinding:
-    what = str(error)
-    if error.headline:
-        problem = error.problems[0]
-        where = " ".join(part for part in (problem.where, problem.key) if part)
-        what = f"{where}  {problem}"
-    return DataFinding("error", "the data set does not open", what, 0)
-
-
 # --- media ------------------------------------------------------------------------------------------------------------
 # Where missing media may lie: the folders beside the rows, tried for some of the rows that miss one.
 
@@ -335,7 +331,8 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
     """
     tokenizer = tokenizer_of(processor)
     beginning = tokenizer.decode(beginning_of(processor))
-    own = _own_template(processor, template)
+    source = own_template(processor)
+    own = ChatTemplate(processor, source) if source and source != template.source else None
     split = sorted(mark for mark in _marks_written(template) if not _is_one_token(mark, tokenizer))
     if split:
         yield DataFinding(
@@ -388,12 +385,6 @@ def _marks_written(template: ChatTemplate) -> set[str]:
 
 def _is_one_token(mark: str, tokenizer: Any) -> bool:
     return len(tokenizer(mark, add_special_tokens=False)["input_ids"]) == 1
-
-
-def _own_template(processor: Any, used: ChatTemplate) -> ChatTemplate | None:
-    """The template of the model's folder, where another one is in use."""
-    source = own_template(processor)
-    return ChatTemplate(processor, source) if source and source != used.source else None
 
 
 def _differs(used: ChatTemplate, own: ChatTemplate, beginning: str, sample: Sample) -> bool:

@@ -105,7 +105,13 @@ def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None =
             fixes += elsewhere(rows)
         fixes += _advised(rows)
         if not may_skip and kind == kinds[0] and kind != "configuration":
-            fixes.append(_skipping(share, len(tally.broken)))
+            fraction = min(1.0, np.ceil(share * 1000 + 1e-9) / 1000)
+            fixes.append(
+                Fix(
+                    f"or train without the bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}",
+                    len(tally.broken),
+                )
+            )
         yield DataFinding(
             "warning" if may_skip else "error",
             kind,
@@ -149,11 +155,6 @@ def _advised(rows: Sequence[BadRow]) -> list[Fix]:
     """What the errors themselves advise, the most frequent first."""
     counts = Counter(row.fault.way_out for row in rows if row.fault.way_out)
     return [Fix(way_out, 0) for way_out, _ in counts.most_common(2)]
-
-
-def _skipping(share: float, rows: int) -> Fix:
-    fraction = min(1.0, np.ceil(share * 1000 + 1e-9) / 1000)
-    return Fix(f"or train without the bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
 
 
 def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:

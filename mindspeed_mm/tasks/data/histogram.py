@@ -35,15 +35,11 @@ def histogram(values: Sequence[int] | np.ndarray) -> list[Bin]:
     if high > _WIDE * max(low, 1):
         edges = _growing(low, high)
     else:
-        edges = _even(low, high)
+        width = max(1, _nice_above((high - low + 1) / _MOST_BINS))
+        first = low // width * width
+        edges = list(range(first, high + width + 1, width))
     counts, _ = np.histogram(found, bins=np.array(edges))
     return [Bin(a, b, int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts.tolist(), strict=True)]
-
-
-def _even(low: int, high: int) -> list[int]:
-    width = max(1, _nice_above((high - low + 1) / _MOST_BINS))
-    first = low // width * width
-    return list(range(first, high + width + 1, width))
 
 
 def _growing(low: int, high: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mindspeed_mm.fsdp.data.document_pieces import piece_lengths
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
-from mindspeed_mm.tasks.data.facts import DenoisedFacts, MediumFacts, RowFacts
+from mindspeed_mm.tasks.data.facts import DenoisedFacts, RowFacts
 from mindspeed_mm.tasks.data.faults import TOO_LONG, RowFault, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
@@ -147,13 +147,10 @@ class RowStatistics:
             items = [item for item in facts.media if item.kind == kind]
             self.media[kind][len(items)] += 1
             for item in items:
-                self._add_medium(item)
-
-    def _add_medium(self, item: MediumFacts) -> None:
-        if item.width:
-            self.sides[item.kind][item.width, item.height] += 1
-        if item.seconds:
-            self.seconds[item.kind].append(item.seconds)
+                if item.width:
+                    self.sides[item.kind][item.width, item.height] += 1
+                if item.seconds:
+                    self.seconds[item.kind].append(item.seconds)
 
     @property
     def usable(self) -> int:

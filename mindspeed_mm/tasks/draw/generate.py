@@ -172,7 +172,11 @@ class _Work:
         for batch, is_kept in share:
             if self.generator.agrees(stop.requested):
                 progress.end()
-                raise _stopped(self.folder.path)
+                raise StoppedAfterSave(
+                    "stopped; what was made is kept",
+                    where=str(self.folder.path),
+                    way_out="Run the same command again to continue.",
+                )
             made = self.generator.sampler.make(batch, self.sampling)
             if is_kept:
                 missing = missing_of(batch, self.done)
@@ -290,12 +294,6 @@ def _cut_note(prompts: Sequence[Prompt]) -> str:
         places += " …"
     count = "1 prompt is" if len(prompts) == 1 else f"{len(prompts)} prompts are"
     return f"{count} longer than what the text encoder reads ({places}): the end is cut off"
-
-
-def _stopped(out: Path) -> StoppedAfterSave:
-    return StoppedAfterSave(
-        "stopped; what was made is kept", where=str(out), way_out="Run the same command again to continue."
-    )
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------

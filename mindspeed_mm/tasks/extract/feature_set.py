@@ -225,7 +225,8 @@ class SetExtraction:
                 self._marks = MediaMarks()
             self.folder.prepare()
             if self.folder.description.is_file():
-                self._check_same(read_description(self.folder.description))
+                before = read_description(self.folder.description)
+                check_same_work(before, self._describe(before), self.folder.description)
         self._ranks.gather(None)
 
     def _begin(self) -> None:
@@ -275,10 +276,6 @@ class SetExtraction:
             self._plans[first, batch_size] = plan
         return self._plans[first, batch_size]
 
-    def _check_same(self, before: Description) -> None:
-        """Raise `DataError` when other encoders, or another way to use them, have made what is there."""
-        check_same_work(before, self._describe(before), self.folder.description)
-
     def _describe(self, before: Description | None) -> Description:
         components, batch_size = None, self._options.batch_size
         if before is not None:
@@ -327,7 +324,10 @@ class SetExtraction:
         if self._is_first:
             first = self._description.first_batch
             shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes, first=first)
-            self._write_null_text()
+            try:
+                check_file(self.folder.null_text, "hash")
+            except DamagedFile:
+                write_feature_file(self.folder.null_text, self._encoders.encode.encode_empty())
         mine = missing[self._ranks.rank :: self._ranks.world_size]
         encode = self._encoders.encode if mine else None
         began = time.monotonic()
@@ -352,21 +352,12 @@ class SetExtraction:
                 writer.add(batch.number, tensors, batch.records, batch.skipped)
                 self._progress.advance(len(batch.records) + len(batch.skipped))
                 if batch.number == batches[0].number:
-                    self._look_at_room(tensors, len(batch.records), to_come)
+                    # The first batch shows how much space a sample takes.
+                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                    warning = room_warning(self.folder.path, size_bytes / max(len(batch.records), 1), to_come)
+                    if warning is not None:
+                        self._progress.note(warning)
         self._progress.end()
-
-    def _write_null_text(self) -> None:
-        try:
-            check_file(self.folder.null_text, "hash")
-        except DamagedFile:
-            write_feature_file(self.folder.null_text, self._encoders.encode.encode_empty())
-
-    def _look_at_room(self, tensors: dict[str, torch.Tensor], rows: int, to_come: int) -> None:
-        """The first batch tells how much a sample takes."""
-        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        warning = room_warning(self.folder.path, size_bytes / max(rows, 1), to_come)
-        if warning is not None:
-            self._progress.note(warning)
 
     def _await_others(self, shards: ShardBuilder) -> None:
         """Make shards until every batch is in one."""

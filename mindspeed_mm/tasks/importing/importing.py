@@ -120,8 +120,14 @@ def translate(given: Given) -> Imported:
     _add_defaults(draft)
     _finish(draft)
     values = {key: value for key, value in draft.out.items() if key in draft.noted or not _is_default(key, value)}
+    # Entries of a list share the finding of their setting.
     return Imported(
-        tool.title, given.source, _ordered(values), draft.comments, _once(draft.findings), tuple(draft.downloads)
+        tool.title,
+        given.source,
+        _ordered(values),
+        draft.comments,
+        tuple({(each.word, each.kind): each for each in draft.findings}.values()),
+        tuple(draft.downloads),
     )
 
 
@@ -405,11 +411,6 @@ def _schema_keys() -> Iterator[str]:
 
     for key, _ in walk_fields():
         yield key
-
-
-def _once(findings: Sequence[SettingResult]) -> tuple[SettingResult, ...]:
-    """A finding of each setting; entries of a list share theirs."""
-    return tuple({(each.word, each.kind): each for each in findings}.values())
 
 
 def warnings_of(imported: Imported) -> list[str]:

@@ -66,7 +66,8 @@ def row_settings(model: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Ro
     try:
         build_template(processor, BasicParameters())
     except ModelFolderError:
-        name = _fitting_format(model, processor, shows_media=_has_media(row))
+        shows_media = any(row.get(column) for kind in ("images", "videos", "audios") for column in EXTRAS[kind])
+        name = _fitting_format(model, processor, shows_media=shows_media)
         comment = "the folder has no chat template; more formats: docs/data.md, Order of turns"
         settings["template"] = RowSetting(name, comment)
     except MMError:
@@ -79,10 +80,6 @@ def _is_document(row: Mapping[str, Any]) -> bool:
         return recognised(dict(row), RowFormat(), RowLocation("row", 1)).formatting == "text"
     except MMError:
         return False
-
-
-def _has_media(row: Mapping[str, Any]) -> bool:
-    return any(row.get(column) for kind in ("images", "videos", "audios") for column in EXTRAS[kind])
 
 
 def _fitting_format(model: Path, processor: Any, *, shows_media: bool) -> str:

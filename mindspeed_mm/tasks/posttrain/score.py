@@ -139,7 +139,15 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         return
     prompts, samples, rows, places = [], [], [], []
     for each in asked:
-        prompts.append(_prompt(each.row, each.place))
+        given = [each.row[name] for name in _PROMPTS if each.row.get(name)]
+        text = given[0] if given else None
+        if isinstance(text, list) and text:
+            text = text[0]
+        if not isinstance(text, str):
+            raise DataError(
+                "has no prompt", where=each.place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}."
+            )
+        prompts.append(text)
         samples.append(_sample(each.row, each.place, suffix, media))
         rows.append(each.row)
         places.append(each.place)
@@ -151,16 +159,6 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
             if not math.isnan(value):
                 total = (total or 0.0) + reward.weight * value
         each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
-
-
-def _prompt(row: Mapping[str, Any], place: str) -> str:
-    given = [row[name] for name in _PROMPTS if row.get(name)]
-    text = given[0] if given else None
-    if isinstance(text, list) and text:
-        text = text[0]
-    if not isinstance(text, str):
-        raise DataError("has no prompt", where=place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}.")
-    return text
 
 
 def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:

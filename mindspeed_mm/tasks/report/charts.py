@@ -133,7 +133,9 @@ def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
             _draw_run(axes, chart, run, colour)
         _dress(axes, chart)
         if chart.key == "loss" and any(run.validations for run in runs):
-            _add_legend(axes)
+            first = {line.get_label(): line for line in reversed(axes.lines)}
+            labels = [label for label in ("training", "validation") if label in first]
+            axes.legend([first[label] for label in labels], labels, frameon=False, labelcolor=INK)
         svg = io.StringIO()
         figure.savefig(
             svg, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -149,7 +151,9 @@ def _draw_run(axes: Axes, chart: Chart, run: ReportedRun, colour: str) -> None:
         return
     if chart.smooth:
         axes.plot(*_columns(curve), color=colour, linewidth=0.7, alpha=0.35)
-        curve = _smoothed_curve(curve)
+        steps, values = zip(*curve, strict=True)
+        weight = len(values) / (len(values) + _SMOOTHING_WINDOWS)
+        curve = list(zip(steps, smoothed(values, weight), strict=True))
     style = "o-" if chart.is_rare else "-"
     axes.plot(*_columns(curve), style, color=colour, linewidth=1.4, markersize=3, label="training")
     if chart.key == "loss" and run.validations:
@@ -164,12 +168,6 @@ def _draw_run(axes: Axes, chart: Chart, run: ReportedRun, colour: str) -> None:
 def _positive(curve: Curve) -> Curve:
     """What a logarithmic axis can show."""
     return [(step, value) for step, value in curve if value > 0]
-
-
-def _smoothed_curve(curve: Curve) -> Curve:
-    steps, values = zip(*curve, strict=True)
-    weight = len(values) / (len(values) + _SMOOTHING_WINDOWS)
-    return list(zip(steps, smoothed(values, weight), strict=True))
 
 
 def _columns(curve: Curve) -> Iterator[tuple[float, ...]]:
@@ -194,12 +192,6 @@ def _dress(axes: Axes, chart: Chart) -> None:
     axes.tick_params(which="both", length=0, colors=INK)
     for spine in axes.spines.values():
         spine.set_visible(False)
-
-
-def _add_legend(axes: Axes) -> None:
-    first = {line.get_label(): line for line in reversed(axes.lines)}
-    labels = [label for label in ("training", "validation") if label in first]
-    axes.legend([first[label] for label in labels], labels, frameon=False, labelcolor=INK)
 
 
 def themed(svg: str, title: str) -> str:

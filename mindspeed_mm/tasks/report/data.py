@@ -70,7 +70,10 @@ def read_run(path: Path) -> ReportedRun:
     resolved = ""
     if folder.resolved.exists():
         resolved = folder.resolved.read_text(encoding="utf-8", errors="replace")
-    evaluation = _evaluation_folder(folder)
+    # Results of `mm evaluate` count more than the last ones of the training.
+    rounds = sorted(folder.evaluation.glob("while_training/iter_*/results.json"))
+    own = folder.evaluation / "results.json"
+    evaluation = rounds[-1].parent if rounds and not own.exists() else folder.evaluation
     return ReportedRun(
         name=path.resolve().name,
         path=path,
@@ -88,13 +91,6 @@ def read_run(path: Path) -> ReportedRun:
         rounds=read_rounds(path),
         best=_read_object(folder.best),
     )
-
-
-def _evaluation_folder(folder: RunFolder) -> Path:
-    """Where the results to show are: those of `mm evaluate`, else the last ones of the training."""
-    rounds = sorted(folder.evaluation.glob("while_training/iter_*/results.json"))
-    own = folder.evaluation / "results.json"
-    return rounds[-1].parent if rounds and not own.exists() else folder.evaluation
 
 
 def _read_published(evaluation: Path) -> list[Record]:

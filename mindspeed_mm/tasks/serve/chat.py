@@ -309,15 +309,11 @@ class Turn:
                 said = self.shape.end(index, rows[index])
                 left.discard(index)
             if said:
-                if piece is not None:
-                    self._note_first()
+                if piece is not None and not self._has_told:
+                    self._has_told = True
+                    seconds = time.monotonic() - self.begun_s
+                    self.desk.metrics.observe("first_token_seconds", "Time to the first piece of a stream.", seconds)
                 yield begin.pop(index, "") + "".join(self._event([each]) for each in said)
-
-    def _note_first(self) -> None:
-        if not self._has_told:
-            self._has_told = True
-            seconds = time.monotonic() - self.begun_s
-            self.desk.metrics.observe("first_token_seconds", "Time to the first piece of a stream.", seconds)
 
     def _event(self, choices: list[Choice], usage: dict[str, int] | None = None) -> str:
         value = {**self._head(self.shape.piece_kind), "choices": choices}

@@ -102,7 +102,11 @@ class MediaGate:
         if not self._hosts:
             message = "remote addresses are not fetched: send the medium as a data URI."
             raise RefusedError(400, message, param="--allow-remote-media", code="remote_media")
-        return fetch(url, _roots(self._hosts), int(self._limits.max_media_mib * _MIB), hosts=self._hosts)
+        # A host that is named is meant even if its address is private.
+        roots: list[str] = []
+        for host in self._hosts:
+            roots += [f"http://{host}", f"https://{host}"]
+        return fetch(url, tuple(roots), int(self._limits.max_media_mib * _MIB), hosts=self._hosts)
 
     def _file(self, name: str) -> str:
         if self._folder is None:
@@ -138,11 +142,3 @@ class MediaGate:
 
 _LONGEST_PATH = 1000
 """Longer texts are base64."""
-
-
-def _roots(hosts: Collection[str]) -> tuple[str, ...]:
-    """Who names a host means it, also where it is a private one."""
-    roots: list[str] = []
-    for host in hosts:
-        roots += [f"http://{host}", f"https://{host}"]
-    return tuple(roots)

@@ -268,7 +268,10 @@ class SharedModel:
             self._call([(row.question, row.sampling) for row in rows])
             return self._answer(rows)
         except (MachineError, RuntimeError) as error:
-            self.failure = error if isinstance(error, MachineError) else _ranks_are_gone(error)
+            if isinstance(error, MachineError):
+                self.failure = error
+            else:
+                self.failure = MachineError(f"ranks are gone: {error}", way_out=_START_AGAIN)
             os.kill(os.getpid(), signal.SIGTERM)  # the server ends, and this error is told
             raise
 
@@ -322,10 +325,6 @@ class SharedModel:
             first_line = (str(failure).splitlines() or [""])[0][:_LONGEST_MESSAGE]
             what = f"rank {self._ranks.rank} failed to answer: {type(failure).__name__}: {first_line}"
             raise MachineError(what, way_out=_START_AGAIN) from error
-
-
-def _ranks_are_gone(error: RuntimeError) -> MachineError:
-    return MachineError(f"ranks are gone: {error}", way_out=_START_AGAIN)
 
 
 def load_shared(source: ModelSource, view: RowsView, plan: Path, ranks: Ranks) -> SharedModel:

@@ -176,7 +176,11 @@ def _without_accelerators() -> Iterator[None]:
 def _main(pipe: connection.Connection, place: _Process, function: str, job: object) -> None:
     freeze_for_good()  # looking for garbage among what the server has imported would copy all of its memory
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _print_into(place.folder / f"rank{place.rank}.log")
+    # Libraries print too, and not only from Python.
+    with (place.folder / f"rank{place.rank}.log").open("w") as file:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(file.fileno(), number)
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
         pipe.send(("done", _run(place, function, job, lambda what: pipe.send(("told", what)))))
@@ -219,11 +223,3 @@ def _lost_peers(error: Exception) -> bool:
     from mindspeed_mm.fsdp.train.run.failures import has_lost_peers
 
     return has_lost_peers(error)
-
-
-def _print_into(path: Path) -> None:
-    """Libraries print too, and not only from Python."""
-    with path.open("w") as file:
-        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            os.dup2(file.fileno(), number)

@@ -53,7 +53,7 @@ def _describe(config: Config) -> MegatronModel:
     depth, routed = config["num_hidden_layers"], config["model_type"] in _ROUTED
     rules = [*end_rules(_HUB, "lm_head"), *norm_rules(_HUB), *gated_mlp_rules(f"{_HUB_LAYER}mlp.", _MLP)]
     if config["model_type"] in ("deepseek_v2", "deepseek_v3"):
-        rules += _latent_rules()
+        rules += renamings(_LATENT, f"{_HUB_LAYER}self_attn.", _ATTENTION)
         cuts = _latent_cuts(config)
     else:
         rules += attention_rules(config, _HUB)
@@ -148,10 +148,6 @@ def _expert_rules(kind: str) -> list[KeyRule]:
         *gated_mlp_rules(shared, f"{_MLP}shared_experts."),
         *gated_mlp_rules(f"{hub}experts.{{e}}.", _EXPERT),
     ]
-
-
-def _latent_rules() -> list[KeyRule]:
-    return renamings(_LATENT, f"{_HUB_LAYER}self_attn.", _ATTENTION)
 
 
 def _latent_cuts(config: Config) -> dict[str, TensorCut]:

@@ -39,11 +39,6 @@ def own_model_keys(root: Node, plugin_keys: PluginKeys | None) -> Mapping[str, A
     return card if plugin_keys is None else {**card, **plugin_keys.model}
 
 
-def _own_dataset_keys(root: Node, dataset: str, plugin_keys: PluginKeys | None) -> Mapping[str, Any]:
-    card = dataset_cards().get(text_at(root, f"{dataset}.dataset_type") or "huggingface", {})
-    return card if plugin_keys is None else {**card, **plugin_keys.dataset}
-
-
 def has_outside_plugin(root: Node) -> bool:
     """Whether `training.plugin` names a package that is not built in."""
     plugins = value_at_key(root, "training.plugin") or ()
@@ -55,7 +50,8 @@ def build_scope(root: Node, plugin_keys: PluginKeys | None) -> Scope:
     """What may stand in the open sections of this configuration."""
     scope = Scope({"model": own_model_keys(root, plugin_keys)})
     for dataset in DATASETS:
-        for key, default in _own_dataset_keys(root, dataset, plugin_keys).items():
+        card = dataset_cards().get(text_at(root, f"{dataset}.dataset_type") or "huggingface", {})
+        for key, default in (card if plugin_keys is None else {**card, **plugin_keys.dataset}).items():
             section, _, name = f"{dataset}.{key}".rpartition(".")
             scope.declared.setdefault(section, {})
             scope.declared[section] = {**scope.declared[section], name: default}

@@ -26,20 +26,17 @@ _MICRO_BATCH = "training.micro_batch_size"
 def settle_speech_files(root: Node, notes: Notes) -> None:
     """Bring the keys of both families to those that they have here; changes the tree in place."""
     for dataset in DATASETS:
-        _settle_spelling(root, f"{dataset}.dataset_type")
+        # A plugin may have registered the id in capitals (`FunASR`); otherwise it is the built-in one.
+        key = f"{dataset}.dataset_type"
+        name = text_at(root, key) or ""
+        if name not in dataset_cards() and name.lower() in dataset_cards() and not has_outside_plugin(root):
+            find(root, key).node.value = name.lower()  # type: ignore[union-attr]
         settle_rows = _ROWS.get(text_at(root, f"{dataset}.dataset_type") or "")
         if settle_rows is not None:
             settle_rows(root, dataset, notes)
     settle_model = _MODELS.get(text_at(root, "model.model_id") or "")
     if settle_model is not None:
         settle_model(root, notes)
-
-
-def _settle_spelling(root: Node, key: str) -> None:
-    """The id of a built-in data set in capitals (`FunASR`) is that id, unless a plugin may have registered it."""
-    name = text_at(root, key) or ""
-    if name not in dataset_cards() and name.lower() in dataset_cards() and not has_outside_plugin(root):
-        find(root, key).node.value = name.lower()  # type: ignore[union-attr]
 
 
 def _report(notes: Notes, place: str, names: Iterable[str], way_out: str) -> None:

@@ -207,7 +207,8 @@ class SoundLengths:
         tokens = 0
         for each in frames:
             pieces += self._windows(each)
-            tokens += self._pooled(each)
+            positions = sum(self._chunks(each))
+            tokens += positions if self.pool == 1 else (positions - self.pool) // self.pool + 1
         return {units.SOUND: pieces, units.SOUND_TOKENS: [tokens]}
 
     def _windows(self, frames: int) -> list[int]:
@@ -226,7 +227,3 @@ class SoundLengths:
         for stride in self.strides:
             frames = (frames - 1) // stride + 1
         return frames
-
-    def _pooled(self, frames: int) -> int:
-        positions = sum(self._chunks(frames))
-        return positions if self.pool == 1 else (positions - self.pool) // self.pool + 1

@@ -91,7 +91,11 @@ def run(request: EvaluateRequest) -> GeneratedResult:
     """
     out = request.out or results_folder(None, request.folder)
     check_output_file(out / RESULTS, _is_results, "--out")
-    found = _find(request)
+    own = find_samples(request.folder, "MODEL")
+    real: Samples = {}
+    if request.reference is not None:
+        real = find_samples(request.reference, "--reference")
+    found = _Found(own, real, prompts_of(request.folder, own))
     _check_has_something_to_measure(request, found)
     measures: dict[str, Measured] = {}
     measures |= _of_pairs(request, found)
@@ -107,14 +111,6 @@ def run(request: EvaluateRequest) -> GeneratedResult:
     make_writable_folder(out)
     atomic_write_text(out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
     return result
-
-
-def _find(request: EvaluateRequest) -> _Found:
-    own = find_samples(request.folder, "MODEL")
-    real: Samples = {}
-    if request.reference is not None:
-        real = find_samples(request.reference, "--reference")
-    return _Found(own, real, prompts_of(request.folder, own))
 
 
 def _check_has_something_to_measure(request: EvaluateRequest, found: _Found) -> None:

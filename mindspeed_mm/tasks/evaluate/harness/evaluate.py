@@ -62,7 +62,10 @@ def run(request: EvaluateRequest) -> HarnessResult:
     """
     assert request.harness is not None
     harness, (asked, place) = HARNESSES[request.harness], _model_of(request)
-    _check_can_answer(asked)
+    if isinstance(asked, Folder) and kind_of_path(asked.model) is GENERATOR:
+        what = "is a generator, and harnesses ask models that answer"
+        way_out = "Measure what it draws: mm evaluate SAMPLES --generated."
+        raise UsageError(what, where=str(asked.model), key="--harness", way_out=way_out)
     out = request.out or place / request.harness
     check_output_file(out / RESULTS, _is_results, "--out")
     package = find_outside(harness.wanted, request.harness_python)
@@ -102,13 +105,6 @@ def _model_of(request: EvaluateRequest) -> tuple[ServedModel | Folder, Path]:
     )
     source = resolve_model(asked.model)
     return asked, results_folder(source.run, source.folder)
-
-
-def _check_can_answer(model: ServedModel | Folder) -> None:
-    if isinstance(model, Folder) and kind_of_path(model.model) is GENERATOR:
-        what = "is a generator, and harnesses ask models that answer"
-        way_out = "Measure what it draws: mm evaluate SAMPLES --generated."
-        raise UsageError(what, where=str(model.model), key="--harness", way_out=way_out)
 
 
 @contextmanager

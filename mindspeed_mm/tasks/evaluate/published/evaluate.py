@@ -114,7 +114,9 @@ def run(request: EvaluateRequest) -> PublishedResult:
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()
-        unjudged = _unjudged(asked, source, items, out)
+        view = rows_view(source, asked.request.config)
+        settings = (source.fingerprint(), view.mark, asked.benchmark, asked.request.longest_answer)
+        unjudged = Unjudged.of(out, asked.data, settings, ((item.id, item.prompt) for item in items))
 
         def answer() -> dict[int, Answer]:
             return _answers(asked, source, items, ranks)
@@ -132,13 +134,6 @@ def run(request: EvaluateRequest) -> PublishedResult:
         ):
             result = replace(result, facts=result.facts | {"note": f"{result.facts['note']} {kept}"})
     return result
-
-
-def _unjudged(asked: _AskedSet, source: ModelSource, items: Sequence[Item], out: Path) -> Unjudged:
-    """Where answers wait for the judge."""
-    view = rows_view(source, asked.request.config)
-    settings = (source.fingerprint(), view.mark, asked.benchmark, asked.request.longest_answer)
-    return Unjudged.of(out, asked.data, settings, ((item.id, item.prompt) for item in items))
 
 
 def _read_others(asked: _AskedSet, items: Sequence[Item]) -> dict[str, float] | None:
