@@ -150,11 +150,13 @@ class ModelCard:
     needs_gib: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     """Name on the hub → `full`, `lora` and `qlora` → GiB that a step takes on one device, by the memory forecast; None:
     more than the largest device has."""
+    transformers: tuple[str, ...] = ()
+    """Of a generator that diffusers lacks: the classes of its denoising transformers here."""
 
     @property
     def generates(self) -> bool:
-        """Whether it is a generator of diffusers."""
-        return self.model_class.startswith("diffusers.")
+        """Whether it is a generator in diffusers' layout."""
+        return bool(self.transformers) or self.model_class.startswith("diffusers.")
 
 
 @cache
@@ -180,6 +182,7 @@ def families() -> tuple[ModelCard, ...]:
                 {part: tuple(names) for part, names in (card.get("freeze") or {}).items()},
                 tuple(card.get("lora_targets") or ()),
                 card.get("needs_gib") or {},
+                tuple(card.get("transformers") or ()),
             )
         )
     return tuple(found)
@@ -251,12 +254,12 @@ def dataset_modules() -> dict[str, str]:
 
 @cache
 def transformer_ids() -> dict[str, str]:
-    """Class of a denoising transformer in diffusers → id of the generator that is trained with it."""
+    """Class of a denoising transformer, of diffusers or here → id of the generator that is trained with it."""
     found = {}
     for card, _ in _cards("models"):
         library, _, name = str(card.get("class", "")).partition(".")
-        if library == "diffusers":
-            found[name] = card["ids"][0]
+        for each in (*([name] if library == "diffusers" else ()), *(card.get("transformers") or ())):
+            found[each] = card["ids"][0]
     return found
 
 
