@@ -53,8 +53,8 @@ class SkiparseSets:
         return x[:, :length]
 
     def shown(self, length: int, key_mask_BL: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """Which keys the tokens of each set see, (B · n, 1, 1, G) bool; None: all. A set that sees nothing, whose output
-        is dropped or of tokens that are hidden themselves, sees itself: no row of scores is empty.
+        """Which keys the tokens of each set see, (B · n, 1, 1, G) bool; None: all. A set in which all are hidden sees
+        itself, so that no row of scores is empty; nothing reads what comes out.
 
         Args:
             length: L.

@@ -1,4 +1,4 @@
-"""Open-Sora Plan 1.3: text to video, and from a first frame. Neither transformer, VAE nor pipeline is in diffusers: they
+"""Open-Sora Plan 1.3: text to video, and from a first frame. Transformers, VAE and pipelines, which diffusers lacks,
 stand beside this module."""
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
@@ -68,11 +69,11 @@ class SkiparseProcessor:
         if image_rotary_emb is not None:
             query, key = rotated(query, image_rotary_emb), rotated(key, image_rotary_emb)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=self._attention_backend)
-
-        output = skiparse_attention(query, key, value, self.sets, attend, attention_mask)
+        output = skiparse_attention(query, key, value, self.sets, self._kernel, attention_mask)
         return attn.to_out[1](attn.to_out[0](output.flatten(2)))
+
+    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=self._attention_backend)
 
 
 class SkiparseBlock(nn.Module):
@@ -138,7 +139,7 @@ def _added_patches(patch: int, channels: int, width: int) -> nn.ModuleList:
     return nn.ModuleList([FramePatches(patch, channels, width), linear])
 
 
-class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin):
+class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """Open-Sora Plan 1.3: text to video. Arguments are the settings of released configurations.
 
     Args:
