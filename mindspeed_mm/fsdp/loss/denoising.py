@@ -105,7 +105,7 @@ class DenoisingObjective:
         for draw in draws:  # times are drawn behind what drops captions, from the same generator of the sample
             time = self._time(draw.random, latent_shape)
             times.append(time)
-            weights.append(loss_weight(self._arguments.loss_weighting, time))
+            weights.append(self._weight(time))
         for row in range(real_rows(prepared), len(weights)):  # blank rows stand behind the samples
             weights[row] = 0.0
         for key in self._keys(prepared):
@@ -211,6 +211,12 @@ class DenoisingObjective:
         """What σ = 0 is stretched to: where the shift is the folder's scheduler's, its end is, too."""
         return self._adapter.released_end() if self._arguments.shift is None else 0.0
 
+    def _weight(self, time: float) -> float:
+        gamma = self._arguments.snr_gamma
+        if gamma is None:
+            return loss_weight(self._arguments.loss_weighting, time)
+        return self._path.min_snr_weight(time, gamma)
+
     def shift(self, latent_shape: tuple[int, ...]) -> float:
         """The shift for latents of this shape, (C, H, W) or (C, T, H, W)."""
         shift = self._arguments.shift
@@ -294,8 +300,14 @@ def check_caption_dropout(
 
 def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:
     """Raise `ConfigError` for settings of `training.diffusion` that mean something for noise levels alone, where times
-    are numbers of steps."""
+    are numbers of steps, or the other way round."""
     if path.is_flow:
+        if arguments.snr_gamma is not None:
+            raise ConfigError(
+                f"{arguments.snr_gamma:g}, but this model learns by {path.describe()}, which has no steps",
+                key="training.diffusion.snr_gamma",
+                way_out="Leave it out; loss_weighting weighs noise levels.",
+            )
         return
     given: dict[str, object] = {}
     if arguments.shift is not None:

@@ -150,11 +150,13 @@ class ModelCard:
     needs_gib: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     """Name on the hub → `full`, `lora` and `qlora` → GiB that a step takes on one device, by the memory forecast; None:
     more than the largest device has."""
+    further_classes: tuple[str, ...] = ()
+    """Of a generator that is written here: classes of its denoising transformers beside that of `model_class`."""
 
     @property
     def generates(self) -> bool:
-        """Whether it is a generator of diffusers."""
-        return self.model_class.startswith("diffusers.")
+        """Whether it is a generator of pictures or videos, in diffusers' layout."""
+        return bool(self.tasks)
 
 
 @cache
@@ -180,6 +182,7 @@ def families() -> tuple[ModelCard, ...]:
                 {part: tuple(names) for part, names in (card.get("freeze") or {}).items()},
                 tuple(card.get("lora_targets") or ()),
                 card.get("needs_gib") or {},
+                tuple(card.get("further_classes") or ()),
             )
         )
     return tuple(found)
@@ -251,13 +254,21 @@ def dataset_modules() -> dict[str, str]:
 
 @cache
 def transformer_ids() -> dict[str, str]:
-    """Class of a denoising transformer in diffusers → id of the generator that is trained with it."""
+    """Class of a denoising transformer, in diffusers or here → id of the generator that is trained with it."""
     found = {}
     for card, _ in _cards("models"):
-        library, _, name = str(card.get("class", "")).partition(".")
-        if library == "diffusers":
-            found[name] = card["ids"][0]
+        if card.get("tasks"):
+            for name in (card["class"].partition(".")[2], *(card.get("further_classes") or ())):
+                found[name] = card["ids"][0]
     return found
+
+
+def has_own_class(transformer: str) -> bool:
+    """Whether a class of denoising transformers, that of a family, is written here, so that diffusers knows nothing of
+    the family."""
+    return any(
+        card.model_class == f"mindspeed_mm.{transformer}" or transformer in card.further_classes for card in families()
+    )
 
 
 @cache

@@ -67,6 +67,9 @@ class DiffusionArguments(Section):
     loss_weighting: Literal["none", "sigma_sqrt", "sigma_squared", "cosmap", "bell"] = "none"
     """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; sigma_squared: σ², the squared error of the
     clean sample; cosmap: Esser et al. 2024; bell: a Gaussian around the middle with mean 1."""
+    snr_gamma: Above0 | None = None
+    """γ of min-SNR weighting for models that count steps (Hang et al. 2023, arXiv 2303.09556): a sample weighs as much
+    as the error of its clean latents, at most γ times; null: all samples weigh the same."""
     caption_dropout: Ratio = 0.0
     """Share of samples trained with an empty caption, which makes classifier-free guidance possible."""
     prior_loss_weight: Annotated[Number, Field(ge=0)] | None = None

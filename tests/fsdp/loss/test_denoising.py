@@ -323,6 +323,30 @@ def test_settings_of_noise_levels_are_refused_where_steps_are_counted(name: str,
     assert caught.value.problems[0].key == f"training.diffusion.{name}"
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_weighs_by_the_papers_formula(prediction: Any) -> None:
+    alphas = torch.linspace(0.999, 0.0, 10).double()
+
+    class Counting(Adapter):
+        noise_path = DiscretePath(alphas, prediction)
+
+    loss = objective(adapter=Counting(), snr_gamma=2.0)
+    prepared = [loss.prepare(batch(f"{n}")) for n in range(200)]
+    steps = torch.cat([each["_time"] for each in prepared]).long()
+    snr = alphas / (1 - alphas)
+    capped = snr.clamp(max=2.0)
+    expected = capped / snr if prediction == "epsilon" else capped / (snr + 1)
+    expected = expected.nan_to_num(nan=1.0)  # of ε where there is no signal: the limit
+    assert set(steps.tolist()) == set(range(10))
+    torch.testing.assert_close(torch.cat([each["_weights"] for each in prepared]), expected[steps])
+
+
+def test_min_snr_is_refused_where_there_are_no_steps() -> None:
+    with pytest.raises(ConfigError, match="which has no steps") as caught:
+        objective(snr_gamma=5.0)
+    assert caught.value.problems[0].key == "training.diffusion.snr_gamma"
+
+
 class Given(Adapter):
     """The first row of every picture is given."""
 

@@ -23,15 +23,18 @@ from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.rebinding import function_with
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
-from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, attend_to_whole
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, Along, SamplePlan, Streams
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
+from mindspeed_mm.fsdp.ops.skiparse import Attend, SkiparseSets, skiparse_attention
 
 KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 _DISPATCH, _SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
-"""By which processors attend: diffusers' dispatcher (B, L, H, D), or torch's own function (B, H, L, D)."""
+_SETS = "skiparse_attention"
+"""By which processors attend: diffusers' dispatcher (B, L, H, D), torch's own function (B, H, L, D), or that of
+`ops/skiparse.py`."""
 
 
 class SpreadSample:
@@ -113,6 +116,13 @@ class SpreadSample:
         if mask is not None:
             mask = self.key_mask(streams, mask)
         return self.share(*streams).attend(q_BLHD, k_BLHD, v_BLHD, causal=False, scale=scale, key_mask=mask)
+
+    def attend_to_whole(
+        self, streams: Streams, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, attend: Callable[..., Tensor]
+    ) -> Tensor:
+        """The same by a function that is given all tokens of some heads."""
+        layout = self.share(*streams).layout
+        return attend_to_whole(q_BLHD, k_BLHD, v_BLHD, self._groups, layout, attend)
 
 
 def spread_layout(tokens: int, ring: int, ulysses: int, stream: str = IMAGE) -> SequenceLayout:
@@ -245,13 +255,20 @@ def check_tokens(model: nn.Module, latent_shape: tuple[int, ...], ring: int, uly
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def check_attention(model: nn.Module) -> None:
-    """Raise `ConfigError` for a generator that cannot be spread over ranks: it does not say where it is cut, or a
-    processor of it attends by no function that is known here."""
+def check_attention(model: nn.Module, ring: int) -> None:
+    """Raise `ConfigError` for a generator that cannot be spread over ranks: it does not say where it is cut, a processor
+    of it attends by no function that is known here, or by one that a ring of this size cannot do."""
     for pattern in require_sample_plan(model).attention:
         for module in _matched(model, pattern):
             processor = module.processor
-            if not (_attends_by(processor, _DISPATCH) or _attends_by(processor, _SDPA)):
+            if _attends_by(processor, _SETS):
+                if ring > 1:
+                    raise ConfigError(
+                        f"{type(model).__name__} attends within sets of tokens, and ranks of a ring hold parts of them",
+                        key="parallel.ring_attention_size",
+                        way_out="Set parallel.ulysses_parallel_size instead: its ranks have whole sets of some heads.",
+                    )
+            elif not (_attends_by(processor, _DISPATCH) or _attends_by(processor, _SDPA)):
                 raise ConfigError(
                     f"{type(processor).__name__} attends neither by {_DISPATCH} nor by {_SDPA}",
                     key=KEYS,
@@ -283,6 +300,8 @@ def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Stream
         others[_DISPATCH] = _dispatching(sample, streams, call.__globals__[_DISPATCH])
     if _attends_by(processor, _SDPA):
         others["F"] = _functions_with(_by_heads(sample, streams))
+    if _attends_by(processor, _SETS):
+        others[_SETS] = _within_sets(sample, streams)
     own_class = type(type(processor).__name__, (type(processor),), {"__call__": function_with(call, others)})
     processor.__class__ = own_class
     module.processor = processor
@@ -327,6 +346,18 @@ def _by_heads(sample: SpreadSample, streams: Streams) -> Callable[..., Tensor]:
         _refuse(dropout_p, is_causal)
         q_BLHD, k_BLHD, v_BLHD = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return sample.attend(streams, q_BLHD, k_BLHD, v_BLHD, attn_mask, scale).transpose(1, 2)
+
+    return attend
+
+
+def _within_sets(sample: SpreadSample, streams: Streams) -> Callable[..., Tensor]:
+    """In the place of `skiparse_attention`: ranks exchange heads, and each has whole sets."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sets: SkiparseSets, kernel: Attend, key_mask: Tensor | None = None
+    ) -> Tensor:
+        own = partial(skiparse_attention, sets=sets, attend=kernel, key_mask=key_mask)
+        return sample.attend_to_whole(streams, query, key, value, own) if sample.is_spread else own(query, key, value)
 
     return attend
 

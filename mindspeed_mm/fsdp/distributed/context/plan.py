@@ -52,7 +52,7 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     if ring * ulysses == 1:
         return None
     if facts_of(model).kind.spreads_samples:
-        check_attention(model)
+        check_attention(model, ring)
         return ContextPlan(ring, ulysses, spreads_samples=True)
     if problems := context_problems(attribute_at(find_decoder(model), "config")):
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse, usage_of
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 
-_WIDTHS = ("d_model", "hidden_size", "latent_channels", "z_dim")
+_WIDTHS = ("d_model", "hidden_size", "latent_channels", "latent_dim", "z_dim")
 """Settings of encoders and VAEs that state how wide their features are."""
 
 
@@ -39,7 +39,10 @@ class FamilyFacts:
     """The table of a family: its adapter sets the fields that differ from these defaults."""
 
     transformer_class: ClassVar[str]
-    """Name of the transformer's class in diffusers."""
+    """Name of the transformer's class in diffusers, or among `own_classes`."""
+    own_classes: ClassVar[Mapping[str, str]] = {}
+    """Class of a transformer, pipeline or component that neither diffusers nor transformers has → the module that has
+    it. They are known by name, whatever library `model_index.json` takes them from."""
     pipelines: ClassVar[Mapping[str, str]]
     """Task (t2i, t2v, i2v …) → diffusers' pipeline class that samples it. `model_index.json` names one; its first task
     is what the folder does unless the configuration names another."""

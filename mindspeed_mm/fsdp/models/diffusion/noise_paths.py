@@ -31,6 +31,10 @@ class NoisePath(ABC):
     def time(self, drawn: float) -> float:
         """The time of a number drawn from 0..1; 1 is all noise."""
 
+    def min_snr_weight(self, time: float, gamma: float) -> float:
+        """Weight of the loss at a time by min-SNR γ. A path of noise levels has other weights: settings refuse it."""
+        raise NotImplementedError
+
     @abstractmethod
     def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Latents with noise.
@@ -84,6 +88,7 @@ class DiscretePath(NoisePath):
 
     def __init__(self, alphas_cumprod: torch.Tensor, prediction: Prediction) -> None:
         self._signal = alphas_cumprod.double().sqrt()
+        self._snr = [float(signal / (1 - signal)) for signal in alphas_cumprod.double()]
         self._noise = (1 - alphas_cumprod.double()).sqrt()
         self._prediction = prediction
 
@@ -94,6 +99,15 @@ class DiscretePath(NoisePath):
     def time(self, drawn: float) -> float:
         """The number of the step, 0 … T − 1."""
         return float(min(int(drawn * len(self._signal)), len(self._signal) - 1))
+
+    def min_snr_weight(self, time: float, gamma: float) -> float:
+        """Weight of the loss at a step: min(SNR, γ) as that of the error of the clean latents, which is SNR times that
+        of ε and SNR + 1 times that of v (Hang et al. 2023, arXiv 2303.09556, section 3.4; Salimans and Ho 2022). Where
+        v is learned, a last step that is all noise has the weight 0."""
+        snr = self._snr[int(time)]
+        if self._prediction == "epsilon":
+            return min(1.0, gamma / snr) if snr else 1.0
+        return min(snr, gamma) / (snr + 1)
 
     def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Signal and noise of variance 1 together."""

@@ -9,7 +9,7 @@ K key-value heads, D head width, Dv width of values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,37 @@ def context_attention(
     k, v = kv.split([k_BSKD.shape[-1], v_BSKD.shape[-1]], dim=-1)
     out = _attend_on_ring(q, k, v, groups, queries, keys, causal, scale, key_mask)
     return gather_heads(out, query_lengths, shares.query, groups.ulysses)
+
+
+def attend_to_whole(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    groups: ContextGroups,
+    layout: SequenceLayout,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Self-attention of any pattern, (B, T, H, D): `attend` is given all tokens in their order, for this rank's heads.
+
+    Args:
+        q_BTHD: Queries of own tokens.
+        k_BTHD: Keys, of as many heads.
+        v_BTHD: Values.
+        groups: Who shares the sequence by heads alone.
+        layout: Where its tokens lie: one run a rank.
+        attend: Queries, keys and values (B, L, h, D) → (B, L, h, D).
+
+    Raises:
+        LayoutError: Ranks pass keys round, too, so that none has all tokens; a tensor does not have the own tokens.
+    """
+    if groups.ulysses is None or groups.ring_size > 1:
+        raise LayoutError("attention of a pattern takes all tokens, and ranks of a ring have some of them each")
+    check_lengths(q_BTHD, layout, groups)
+    heads = share_heads(q_BTHD.shape[2], k_BTHD.shape[2], groups.ulysses_size).query
+    lengths = layout.piece_lengths(groups.ring_rank)
+    whole = scatter_heads(torch.stack([q_BTHD, k_BTHD, v_BTHD], dim=-1).flatten(3), lengths, heads, groups.ulysses)
+    out = attend(*whole.unflatten(3, (-1, 3)).unbind(-1))
+    return gather_heads(out, lengths, heads, groups.ulysses)
 
 
 def check_lengths(x_BTHD: Tensor, layout: SequenceLayout, groups: ContextGroups) -> None:
