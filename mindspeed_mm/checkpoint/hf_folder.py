@@ -18,7 +18,7 @@ from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantizatio
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
+from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE, find_entries, holds_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
@@ -27,12 +27,12 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
-_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", *SOUND_FILES}
+_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOUND_FILES}
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
-_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer"}
-"""The second: the codec of Qwen3-TTS, with its weights."""
+_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
+"""The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from mindspeed_mm.core.model_kinds import expert_folders
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
 
+VAE_FILE = "ae.safetensors"
+"""Beside the weights of a model that draws, the frozen autoencoder of its pictures."""
 _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -171,7 +173,7 @@ def _find_index(folder: Path) -> Path | None:
 
 
 def _single_file(folder: Path) -> Path:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.name != VAE_FILE)
     for stem in _STEMS:
         if (file := folder / f"{stem}.safetensors") in files:
             return file

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+
 GENERATOR_INDEX = "model_index.json"
 """The file that makes a folder one in diffusers' layout."""
 
@@ -72,7 +75,23 @@ GENERATOR = ModelKind(
     outline_attention=None,
 )
 """Models that draw pictures and clips."""
-KINDS = (LANGUAGE, GENERATOR)
+UNIFIED = ModelKind(
+    "unified",
+    title="Unified models",
+    plural="models that answer and draw",
+    singular="a model that answers and draws",
+    library="transformers",
+    has_tokens=True,
+    casts_inputs=False,  # noise levels and noisy latents, as of generators
+    spreads_samples=False,
+    returns_views=False,
+    trained_part="",
+    outline_attention=None,
+)
+"""Models that answer in words and draw pictures by denoising, in one sequence."""
+KINDS = (LANGUAGE, GENERATOR, UNIFIED)
+UNIFIED_TYPES = frozenset({"bagel"})
+"""`model_type` in the config.json of their folders."""
 
 EXPERT_PARTS = ("transformer", "transformer_2")
 """The folders of a generator's two transformers, of much noise and of little, where it has two."""
@@ -86,5 +105,19 @@ def expert_folders(folder: Path) -> list[Path]:
 
 def kind_of_folder(folder: str | Path | None) -> ModelKind:
     """The kind of model that a folder holds, by its files."""
-    is_generator = folder is not None and (Path(folder) / GENERATOR_INDEX).is_file()
-    return GENERATOR if is_generator else LANGUAGE
+    if folder is None:
+        return LANGUAGE
+    if (Path(folder) / GENERATOR_INDEX).is_file():
+        return GENERATOR
+    return UNIFIED if _model_type(Path(folder) / "config.json") in UNIFIED_TYPES else LANGUAGE
+
+
+def _model_type(config: Path) -> object:
+    """What a config.json says; None where there is none, or whoever reads it will say what is wrong with it."""
+    if not config.is_file():
+        return None
+    try:
+        model_type = read_json_object(config, ModelFolderError).get("model_type")
+    except ModelFolderError:
+        return None
+    return model_type if isinstance(model_type, str) else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.added_tokens import AddedTokens
@@ -34,6 +34,8 @@ class ModelFacts:
 
     adapter: DiffusionAdapter | None = None
     """The family's adapter; a model that has one is an image or video generator."""
+    denoises_pictures: bool = False
+    """Whether it is a model that answers and draws, whose class has `denoises_pictures`."""
     added_tokens: AddedTokens | None = None
     """Tokens that the configuration adds to the folder's vocabulary."""
     lora: LoraReport | None = None
@@ -51,7 +53,9 @@ class ModelFacts:
     @property
     def kind(self) -> ModelKind:
         """What the engine does differently for this model."""
-        return LANGUAGE if self.adapter is None else GENERATOR
+        if self.adapter is not None:
+            return GENERATOR
+        return UNIFIED if self.denoises_pictures else LANGUAGE
 
     def note(self, fact: object) -> None:
         """Keep a fact whose class is defined in a room above this one, instead of an earlier one of its class."""

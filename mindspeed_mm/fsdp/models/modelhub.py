@@ -16,7 +16,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.added_tokens import check_trainable, note_added_tokens, refuse_tokens, tokens_of_section
 from mindspeed_mm.fsdp.models.behaviour import multi_token
@@ -164,6 +164,7 @@ class ModelHub:
 
 def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
     """With frozen modules, the masters' types and the rules by which weights are stored."""
+    facts_of(model).denoises_pictures = bool(attribute_at(model, "denoises_pictures", False))
     _freeze(model, model_args.freeze)
     if (added := facts_of(model).added_tokens) is not None:
         check_trainable(model, added)
@@ -223,7 +224,7 @@ def _build_by_class(
     return model
 
 
-BUILDERS = {LANGUAGE: _build_by_class, GENERATOR: _build_generator}
+BUILDERS = {LANGUAGE: _build_by_class, GENERATOR: _build_generator, UNIFIED: _build_by_class}
 """Kind of model → what builds one without weights."""
 
 

@@ -58,6 +58,11 @@ class LossConfig(Section):
     z_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). It is divided by the same number as the loss, and logged separately."""
+    text_loss_weight: Annotated[Number, Field(ge=0)] | None = None
+    """Weight of the words in models that also draw by denoising (BAGEL); null: 0.25, as it was trained. Words and
+    pictures are two terms, each with a denominator of its own, and logged with their weights."""
+    picture_loss_weight: Annotated[Number, Field(ge=0)] | None = None
+    """Weight of the denoising of pictures in such models; null: 1."""
 
 
 class ChunkLossPlan(Section):

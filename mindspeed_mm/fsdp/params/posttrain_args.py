@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 
-BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dpo", "grpo", "nft")}
+BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dpo", "grpo", "nft"), "unified": ()}
 """Kind of model → the methods that this version has for it."""
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, Problem
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
+from mindspeed_mm.fsdp.loss.denoised_pictures import check_no_picture_weights, check_unified_loss
 from mindspeed_mm.fsdp.loss.denoising import check_path_settings
 from mindspeed_mm.fsdp.loss.method_checks import (
     check_generator_settings,
@@ -133,6 +134,8 @@ def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:
     may_slice = arguments.parallel.fsdp_plan.output_dtype in (None, "fp32")
     head = errors.attempt(resolve_head, outline.model, outline.spec.head, arguments.features, may_slice=may_slice)
     LOSS_CHECKS[outline.kind](outline, arguments, errors)
+    if outline.kind is not UNIFIED:
+        errors.attempt(check_no_picture_weights, arguments.features.loss_cfg)
     if method := arguments.posttrain.method:
         errors.attempt(check_method, method, outline.kind, outline.model, has_head=bool(outline.spec.head))
     errors.raise_all("the loss does not fit the model")
@@ -161,7 +164,12 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
         errors.attempt(check_generator_settings, arguments.posttrain.grpo)
 
 
-LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_denoising}
+def _check_both_losses(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    errors.attempt(check_unified_loss, arguments)
+    _check_token_loss(outline, arguments, errors)
+
+
+LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_denoising, UNIFIED: _check_both_losses}
 """Kind of model → what compares the configured loss with the model."""
 
 

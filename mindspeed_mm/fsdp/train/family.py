@@ -15,14 +15,15 @@ from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
+from mindspeed_mm.fsdp.loss.denoised_pictures import WithDenoisedPictures
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, check_caption_dropout
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.language_objective import build_language_objective
-from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
@@ -188,6 +189,55 @@ class LanguageFamily(Family):
         )
 
 
+class UnifiedFamily(LanguageFamily):
+    """Models that answer in words and draw by denoising, in one sequence.
+
+    Args:
+        arguments: The whole configuration.
+        device: Where the frozen VAE runs.
+    """
+
+    def __init__(self, arguments: Arguments, device: torch.device) -> None:
+        super().__init__(arguments)
+        self._device = device
+
+    @override
+    def trial_options(self, model: nn.Module) -> str | None:
+        return "--prompt 'a prompt' --draw a.png"
+
+    @override
+    def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
+        from mindspeed_mm.fsdp.models.diffusion.picture_vae import PictureVAE
+
+        config: Any = assembled.model.config
+        vae = config.vae_config
+        folder = Path(str(self.arguments.model.model_name_or_path))
+        encoder = PictureVAE(folder, vae["z_channels"], vae["downsample"], self._device, self._exact_dtype)
+        words = build_language_objective(
+            self.arguments, assembled.model, assembled.applied.head, job.state.token_groups
+        )
+        return self._both(words, config, encoder.encode)
+
+    @property
+    def _exact_dtype(self) -> torch.dtype:
+        """What latents are encoded and mixed with noise in."""
+        return torch.promote_types(torch_dtype(self.arguments.parallel.fsdp_plan.computed_in), torch.float32)
+
+    @override
+    def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
+        words = build_language_objective(self.arguments, outline.model, head, lambda: ())
+        return self._both(words, outline.model.config, None)
+
+    def _both(
+        self, words: Objective, config: Any, encode: Callable[[torch.Tensor, int], torch.Tensor] | None
+    ) -> Objective:
+        assert isinstance(words, TokenCrossEntropy)  # `check_unified_loss`
+        diffusion = self.arguments.training.diffusion
+        return WithDenoisedPictures(
+            words, config, self.arguments.features.loss_cfg, diffusion, encode, self._exact_dtype
+        )
+
+
 class GeneratorFamily(Family):
     """Models that draw pictures and clips.
 
@@ -323,6 +373,7 @@ class GeneratorFamily(Family):
 FAMILIES: dict[ModelKind, Callable[[Arguments, Any, torch.device], Family]] = {
     LANGUAGE: lambda arguments, _adapter, _device: LanguageFamily(arguments),
     GENERATOR: GeneratorFamily,
+    UNIFIED: lambda arguments, _adapter, device: UnifiedFamily(arguments, device),
 }
 """Kind of model → its family, of the configuration, the model's adapter and the device."""
 

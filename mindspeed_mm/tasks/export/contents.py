@@ -23,7 +23,7 @@ from mindspeed_mm.checkpoint.stored_weights import step_of_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import (
     base_weights_mark,
@@ -226,7 +226,7 @@ def _single_file_contents(whole: WholeModel) -> ExportContents:
     return ExportContents("single_file", sum(len(file.tensors) for file in files), size_bytes, 0, write)
 
 
-WHOLE_CONTENTS = {LANGUAGE: _model_contents, GENERATOR: _generator_contents}
+WHOLE_CONTENTS = {LANGUAGE: _model_contents, GENERATOR: _generator_contents, UNIFIED: _model_contents}
 """Kind of model → what its whole folder holds."""
 
 

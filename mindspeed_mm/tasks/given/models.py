@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import DRAWN_MANIFEST, read_jsonl
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
 from mindspeed_mm.tasks.given.configuration import resolved
 from mindspeed_mm.tasks.given.rows import (
@@ -162,5 +162,5 @@ def _draw(asked: Asked) -> list[Path]:
     return [asked.out / record["file"] for record in read_jsonl(asked.out / DRAWN_MANIFEST)]
 
 
-ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw}
+ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer}
 """Kind of model → what it makes of a prompt or of rows."""

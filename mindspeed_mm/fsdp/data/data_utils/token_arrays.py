@@ -16,7 +16,14 @@ _WAY_OUT = (
 )
 
 
-BESIDE = {"attention_mask": 1, "mm_token_type_ids": 0, "token_type_ids": 0, "position_ids": 0}
+BESIDE = {
+    "attention_mask": 1,
+    "mm_token_type_ids": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "part_ids": 0,
+    "token_kinds": 0,
+}
 """Further arrays along the tokens that a sample may have, as processors return them → their value where it has none."""
 
 

@@ -59,6 +59,8 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
         ConfigError: The model would mix documents, or it is not known whether it does.
     """
     check_packed_rows(model, attention=attention)
+    if keeps_apart(model):
+        return
     if _is_of_transformers(model):
         if model.config._attn_implementation not in _KNOW_BORDERS:
             model.set_attn_implementation(register_attention())
@@ -76,9 +78,15 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
 
 def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
     """Raise `ConfigError` for what `apply_packed_rows` refuses; the model stays as it is."""
-    problems = [*packing_problems(model), *attention_problems(attention, model)]
+    problems = [] if keeps_apart(model) else [*packing_problems(model), *attention_problems(attention, model)]
     if problems:
         raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
+
+
+def keeps_apart(model: nn.Module) -> bool:
+    """Whether a model says that it reads the borders itself, in every part that could look beyond them
+    (`keeps_documents_apart`)."""
+    return bool(attribute_at(model, "keeps_documents_apart", False))
 
 
 def packing_problems(model: nn.Module) -> Iterator[Problem]:

@@ -1,0 +1,378 @@
+"""Rows for models that answer in words and pictures: `dataset_type: bagel`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
+from mindspeed_mm.fsdp.data.data_utils.sample import (
+    EncodedSample,
+    NothingTrainedError,
+    RowLocation,
+    Sample,
+    SampleSize,
+    TooLongError,
+)
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.datasets.bagel.parts import (
+    Marks,
+    Part,
+    SizeRule,
+    TokenRow,
+    parts_of_sample,
+    resized,
+    with_context,
+)
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.fsdp.utils.register import data_register
+
+_BASIC, _PREPROCESS = "data.dataset_param.basic_parameters", "data.dataset_param.preprocess_parameters"
+_FOLDER_KEY = f"{_PREPROCESS}.model_name_or_path"
+_DROPOUT = {"text": ("text_cond_dropout_prob", 0.1), "seen": ("vit_cond_dropout_prob", 0.3),
+            "given": ("vae_cond_dropout_prob", 0.3)}  # fmt: skip
+"""Kind of part → the key of the share that is left out, and its default."""
+_SIZES = {
+    "vit_max_image_size": 980,
+    "vit_min_image_size": 378,
+    "vit_max_pixels": 2_007_040,
+    "vae_max_image_size": 1024,
+    "vae_min_image_size": 512,
+    "vae_max_pixels": 1_806_336,
+}
+_MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+
+
+class _Positions:
+    """The rule by which a packed row counts: as each sample says."""
+
+    def __call__(self, input_ids: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """(1, L) int64."""
+        return torch.as_tensor(inputs["position_ids"])[None]
+
+
+@data_register.register("bagel")
+class BagelDataset(MMDataset):
+    """Conversations in every layout of `huggingface`, whose answers may hold pictures; rows of pictures with captions
+    (`image`, `captions`) and of edits (`image_list`, `instruction_list`), as the published parquet files have them.
+
+    Args:
+        basic_param: Which rows, and which share of conditions is left out.
+        preprocess_param: The model's folder, and sizes of pictures.
+        dataset_param: The whole section; its `attr` says where a conversation keeps what.
+
+    Raises:
+        DataError: Files are missing or broken.
+        ConfigError: A setting cannot be used.
+        ModelFolderError: The folder is not one of BAGEL.
+    """
+
+    def __init__(
+        self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
+    ) -> None:
+        _check_settings(basic_param)
+        if not preprocess_param.model_name_or_path:
+            raise ConfigError("there is no folder with a tokenizer", key=_FOLDER_KEY, way_out="Name the model's.")
+        self.folder = Path(preprocess_param.model_name_or_path)
+        self.basic_parameters, self._preprocess = basic_param, preprocess_param
+        self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
+        self.truncation = basic_param.if_too_long
+        self._rows = open_rows(basic_param, dataset_param.attr)
+        self.parts = self._rows.parts
+        self.row_numbers = self._rows.row_numbers
+        self.processor: Any = load_processor(str(self.folder))
+        self._marks = marks_of(self.processor, self.folder)
+        self._sides = sides_of(self.folder)
+        self._seen_size, self._latent_size = size_rules(preprocess_param, *self._sides)
+        self._dropout = {kind: _share(basic_param, *told) for kind, told in _DROPOUT.items()}
+        self._seed = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> EncodedSample:
+        """Sample `index` as it is in the first epoch. Raises `DataError` for a row that does not fit."""
+        return self.item(index, 0)
+
+    def item(self, index: int, epoch: int) -> EncodedSample:
+        """Sample `index`. Its noise, which parts are left out, and of several captions or edits which one is taken, are
+        drawn for each epoch.
+
+        Raises:
+            DataError: The row does not fit, or a picture cannot be read.
+            TooLongError: It has more tokens than `cutoff_len`.
+        """
+        place, seed = self.place(index), derive_seed(self._seed, epoch, index)
+        chance = random.Random(seed)
+        row = TokenRow(self._marks, seed)
+        parts = self._parts_of(index, chance)
+        pictures = sum(part.kind == "seen" for part in parts)
+        for part in parts:
+            self._add(row, part, pictures, leaves_out=part.may_drop and chance.random() < self._dropout[part.kind])
+        arrays = row.arrays()
+        if not any(row.counts) and not any(row.drawn):
+            raise NothingTrainedError(
+                "no word of an answer is trained and nothing is drawn", where=str(place), way_out="Drop the row."
+            )
+        self._check_length(len(row.ids), place)
+        return {"sample_id": str(place), "media": [], "shrunk": False, **arrays}  # type: ignore[typeddict-item]
+
+    def measure(self, index: int) -> SampleSize:
+        """The most tokens and patches that the sample has in any epoch."""
+        tokens = patches = 0
+        parts = self._parts_of(index, None)
+        pictures = sum(part.kind == "seen" for part in parts)
+        for part in parts:
+            if part.kind == "text":
+                tokens += len(self._ids_of(part.content)) + 2
+                continue
+            header: Any = self.media.probe("image", part.content)
+            rule = self._seen_size if part.kind == "seen" else self._latent_size
+            own = _tokens(rule(header.height, header.width, pictures if part.kind == "seen" else 1), rule.stride)
+            tokens += own + 2
+            patches += own if part.kind == "seen" else 0
+        self._check_length(tokens, self.place(index))
+        return SampleSize(tokens, patches)
+
+    @override
+    def place(self, index: int) -> RowLocation:
+        return self._rows.place(index)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` as it stands in its file."""
+        found: dict[str, Any] = self._rows.row(index)
+        return found
+
+    def draw_captions(self, seed: int) -> None:
+        """Draw with this seed, `training.seed`, from now on."""
+        self._seed = seed
+
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
+        """Rows padded to the right, or one packed row, in which samples do not see each other."""
+        does_pack = self.basic_parameters.packs if packs is None else packs
+        return GenericCollator(self.processor, TextOnlyPlugin(), collate_param, _Positions() if does_pack else None)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run compares: files, and what shapes samples."""
+        files = self._rows.facts()
+        settings = {
+            "cutoff_len": self.basic_parameters.cutoff_len,
+            "dropout": self._dropout,
+            "sizes": repr((self._seen_size, self._latent_size)),
+        }
+        digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
+        return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _parts_of(self, index: int, chance: random.Random | None) -> list[Part]:
+        """The parts of a row; without chance those of the longest that it may be."""
+        row, place = self.row(index), self.place(index)
+        if "captions" in row and "image" in row:
+            return with_context([Part("text", _caption(row, place, chance, self._ids_of)), Part("drawn", row["image"])])
+        if "image_list" in row and "instruction_list" in row:
+            return with_context(_edit(row, place, chance, self._ids_of))
+        sample = convert_row(row, self._rows.row_format(index), place, draws=True)
+        folder = self._rows.media_root(index)
+        if folder is None and self.basic_parameters.dataset_dir is None:
+            folder = self._rows.folder(index)
+        if folder is not None:
+            sample = with_media_beside(sample, str(folder.absolute()))
+        return _placed_parts(sample)
+
+    def _add(self, row: TokenRow, part: Part, pictures: int, *, leaves_out: bool) -> None:
+        if part.kind == "text":
+            if not leaves_out:
+                row.add_text(self._ids_of(part.content), part.weight)
+            return
+        if leaves_out:
+            row.pass_over_picture()
+            return
+        picture = self.media.load_image(part.content)
+        rule = self._seen_size if part.kind == "seen" else self._latent_size
+        pixels = resized(picture, rule(picture.height, picture.width, pictures if part.kind == "seen" else 1))
+        if part.kind == "seen":
+            row.add_seen(pixels, rule.stride)
+        else:
+            row.add_latents(pixels, rule.stride, is_drawn=part.kind == "drawn")
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Its tokens; marks that are written in it are spelled out."""
+        ids: list[int] = self.processor(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
+
+    @cached_property
+    def media(self) -> MediaLoader:  # type: ignore[override]
+        """What opens pictures."""
+        basic = self.basic_parameters
+        limits = MediaLimits.of(self._preprocess, self.processor, allow_remote=basic.allow_remote_media)
+        beside, root = self._rows.media_roots, basic.dataset_dir
+        if root is None:
+            beside, root = [*self._rows.folders, *beside], str(self._rows.folders[0])
+        return MediaLoader(root, (*basic.media_roots, *beside), limits)
+
+    def _check_length(self, length: int, place: RowLocation) -> None:
+        longest = self.basic_parameters.cutoff_len
+        if length > longest:
+            error = TooLongError(
+                f"the sample has {length} tokens, more than cutoff_len {longest}",
+                where=str(place),
+                key=f"{_BASIC}.cutoff_len",
+                way_out="Raise it, or lower vae_max_image_size and vit_max_image_size of preprocess_parameters.",
+            )
+            error.tokens = length
+            raise error
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def marks_of(tokenizer: Any, folder: Path) -> Marks:
+    """The tokens around parts. Raises `ModelFolderError` where the tokenizer lacks one."""
+    known = tokenizer.get_vocab()
+    for mark in _MARKS:
+        if mark not in known:
+            raise ModelFolderError(
+                f"the tokenizer has no {mark}", where=str(folder), way_out="Take the released model's tokenizer."
+            )
+    return Marks(*(known[mark] for mark in _MARKS))
+
+
+def sides_of(folder: Path) -> tuple[int, int]:
+    """Pixels along a side of a patch that is seen, and of a token of latents.
+
+    Raises:
+        ModelFolderError: The folder's config.json does not tell.
+    """
+    path = folder / "config.json"
+    config = read_json_object(path, ModelFolderError)
+    patch = (config.get("vit_config") or {}).get("patch_size")
+    latent, pixels = config.get("latent_patch_size", 2), (config.get("vae_config") or {}).get("downsample", 8)
+    if not all(isinstance(each, int) and each > 0 for each in (patch, latent, pixels)):
+        raise ModelFolderError(
+            "has no vit_config.patch_size: it is not a folder of BAGEL",
+            where=str(path),
+            key=_FOLDER_KEY,
+            way_out="Put llm_config.json and vit_config.json of the release into it as llm_config and vit_config.",
+        )
+    return int(patch), latent * pixels
+
+
+def size_rules(preprocess: PreprocessParameters, patch: int, latent: int) -> tuple[SizeRule, SizeRule]:
+    """How large pictures are seen, and how large those are that have latents.
+
+    Raises:
+        ConfigError: A size is none.
+    """
+    values = {}
+    for name, default in _SIZES.items():
+        value = preprocess.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{value!r} is not a size in pixels", key=f"{_PREPROCESS}.{name}")
+        values[name] = value
+    rules = []
+    for name, stride in (("vit", patch), ("vae", latent)):
+        longest, shortest = values[f"{name}_max_image_size"], values[f"{name}_min_image_size"]
+        if shortest > longest:
+            raise ConfigError(
+                f"{shortest} is more than {name}_max_image_size {longest}", key=f"{_PREPROCESS}.{name}_min_image_size"
+            )
+        rules.append(SizeRule(stride, longest, shortest, values[f"{name}_max_pixels"]))
+    return rules[0], rules[1]
+
+
+def _share(basic: BasicParameters, name: str, default: float) -> float:
+    value = basic.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{value!r} is not a share", key=f"{_BASIC}.{name}", way_out="Give a number from 0 to 1.")
+    return float(value)
+
+
+def _check_settings(basic: BasicParameters) -> None:
+    """Raise `ConfigError` for what these rows are not read with."""
+    refused = (
+        ("stage", basic.stage, "sft", "Leave it at sft."),
+        ("streaming", basic.streaming, False, "Set it to false."),
+        ("train_on_prompt", basic.train_on_prompt, False, "Set it to false."),
+        ("mask_history", basic.mask_history, False, "Set it to false."),
+    )
+    for name, value, known, way_out in refused:
+        if value != known:
+            raise ConfigError(f"{value!r} is not built for these rows", key=f"{_BASIC}.{name}", way_out=way_out)
+
+
+# --- rows of the published layouts ------------------------------------------------------------------------------------
+
+
+def _placed_parts(sample: Sample) -> list[Part]:
+    try:
+        return parts_of_sample(sample)
+    except DataError as error:
+        raise DataError(f"{error}", where=str(sample.place)) from error
+
+
+def _chosen(texts: Sequence[str], chance: random.Random | None, ids_of: Any) -> str:
+    """One of several texts; without chance the longest."""
+    if chance is None:
+        return max(texts, key=lambda text: len(ids_of(text)))
+    return chance.choice(texts)
+
+
+def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> str:
+    """A caption of a picture: `captions` is an object of texts, as text or as it is."""
+    captions = row["captions"]
+    try:
+        captions = json.loads(captions) if isinstance(captions, str) else captions
+    except ValueError as error:
+        raise DataError(f"is not JSON: {error}", where=str(place), key="captions") from error
+    texts = list(captions.values()) if isinstance(captions, Mapping) else captions
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{captions!r:.80} are not texts by name", where=str(place), key="captions")
+    return _chosen(texts, chance, ids_of) if texts else " "
+
+
+def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> list[Part]:
+    """A stretch of a chain of edits: its first picture, then an instruction and the picture that it made, once or
+    twice; or the instructions of two edits together, and the last picture. Without chance the whole chain."""
+    pictures, told = list(row["image_list"]), [list(each) for each in row["instruction_list"]]
+    if len(pictures) < 2 or len(told) < len(pictures) - 1 or not all(told):
+        raise DataError(
+            f"{len(pictures)} pictures and {len(told)} instructions are no chain of edits",
+            where=str(place),
+            key="image_list",
+            way_out="Give one picture more than instructions, and at least two.",
+        )
+    first, last, joins = 0, len(pictures) - 1, False
+    if chance is not None:
+        first = chance.randrange(len(pictures) - 1)
+        last = chance.randrange(first + 1, min(first + 3, len(pictures)))
+        joins = last - first > 1 and chance.random() < 0.5
+    said = [_chosen(told[number], chance, ids_of) for number in range(first, last)]
+    if joins:
+        return [Part("seen", pictures[first]), Part("text", ". ".join(said) + "."), Part("drawn", pictures[last])]
+    parts = [Part("seen", pictures[first])]
+    for text, picture in zip(said, pictures[first + 1 : last + 1], strict=True):
+        parts += [Part("text", text), Part("drawn", picture)]
+    return parts
+
+
+def _tokens(size: tuple[int, int], stride: int) -> int:
+    return (size[0] // stride) * (size[1] // stride)

@@ -1,0 +1,208 @@
+"""Pictures that a model of words draws by denoising, in one sequence with the words (arXiv:2505.14683): two loss terms,
+each with a denominator of its own.
+
+    loss = a · Σ w_t · (−log p(word_t | before)) / Σ w_t,    picture = b · Σ |v − (ε − x)|² / n
+
+over labelled words, and over the n numbers of the latents x of drawn pictures, which the model is shown as (1 − t) x +
+t ε. Time t and noise ε of a picture are functions of the seed that its row gives it: of (seed, epoch, row) and its
+number. A picture that is given has t = 0 and no loss. Shapes: N pictures with latents, of M tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
+from mindspeed_mm.fsdp.loss.head_loss import output_of
+from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
+from mindspeed_mm.fsdp.models.diffusion.picture_tokens import patchified, places_of
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
+from mindspeed_mm.fsdp.params.feature_args import LossConfig
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
+Encode = Callable[[torch.Tensor, int], torch.Tensor]
+"""(pixels (3, H, W) uint8, seed of a draw) → latents (C, h, w)."""
+TEXT_WEIGHT, PICTURE_WEIGHT = 0.25, 1.0
+"""a and b of the published recipe."""
+_LATENT = 2
+_ONLY_NULL = ("sigma_range", "prior_loss_weight")
+
+
+class LatentSizes(Protocol):
+    """What the configuration of such a model tells of its latents."""
+
+    latent_patch_size: int
+    max_latent_size: int
+    latent_features: int
+    timestep_shift: float
+
+
+class WithDenoisedPictures:
+    """Next-token cross-entropy of words, with the denoising of pictures beside it.
+
+    Args:
+        objective: Of the words.
+        sizes: Of the model's latents.
+        loss: `features.loss_cfg`, with the weights of the two terms.
+        diffusion: `training.diffusion`: how noise levels are drawn.
+        encode: The frozen VAE; None: latents are zeros, for a step without data.
+        exact_dtype: What noise is mixed in.
+    """
+
+    term = "picture"
+
+    def __init__(
+        self,
+        objective: TokenCrossEntropy,
+        sizes: LatentSizes,
+        loss: LossConfig,
+        diffusion: DiffusionArguments,
+        encode: Encode | None,
+        exact_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._objective, self._sizes, self._encode = objective, sizes, encode
+        self._diffusion, self._exact_dtype = diffusion, exact_dtype
+        self._text_weight = TEXT_WEIGHT if loss.text_loss_weight is None else loss.text_loss_weight
+        self._picture_weight = PICTURE_WEIGHT if loss.picture_loss_weight is None else loss.picture_loss_weight
+        shift = diffusion.shift
+        self._shift = shift if isinstance(shift, float) else sizes.timestep_shift
+
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
+        """As the objective of words; encodes pictures, puts noise on those that are drawn, and adds where their tokens
+        stand.
+
+        Raises:
+            DataError: There are not as many latents as places for them.
+        """
+        prepared = self._objective.prepare(batch, training=training)
+        if "picture_sizes" not in batch:
+            return prepared
+        pictures = zip(_pictures_of(batch), batch["picture_is_drawn"].tolist(), batch["picture_seeds"], strict=True)
+        tokens, times, positions, is_drawn, targets = [], [], [], [], []
+        for pixels, drawn, seed in pictures:
+            latents_mC, grid = self._tokens_of(pixels, int(seed))
+            time = self._time(int(seed)) if drawn else 0.0
+            if drawn:
+                noise_mC = noise_of(derive_seed(int(seed), "noise"), latents_mC.shape).to(self._exact_dtype)
+                targets.append(noise_mC - latents_mC)
+                latents_mC = (1 - time) * latents_mC + time * noise_mC
+            tokens.append(latents_mC)
+            times.append(torch.full((len(latents_mC),), time, dtype=self._exact_dtype))
+            is_drawn.append(torch.full((len(latents_mC),), drawn))
+            positions.append(places_of(*grid, self._sizes.max_latent_size))
+        places_M = (batch["token_kinds"] == _LATENT).flatten().nonzero().squeeze(1)
+        is_drawn_M = torch.cat(is_drawn)
+        if len(places_M) != len(is_drawn_M):
+            raise DataError(
+                f"{len(places_M)} tokens stand for pictures that have {len(is_drawn_M)} latents",
+                key="token_kinds",
+                way_out="Let the data set give as many places as a picture has latents.",
+            )
+        return prepared | {
+            "latent_tokens": torch.cat(tokens),
+            "latent_times": torch.cat(times),
+            "latent_positions": torch.cat(positions),
+            "latent_places": places_M,
+            "drawn_places": places_M[is_drawn_M],
+            "_velocities": torch.cat(targets) if targets else tokens[0].new_zeros(0, self._sizes.latent_features),
+        }
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """As the objective counts them, and the latents that are trained."""
+        words = self._objective.tokens(batch)
+        return BatchTokens(words.real, words.trained + len(batch.get("_velocities", ())))
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Return the objective's counts, and the numbers of all latents of drawn pictures."""
+        numbers = sum(batch["_velocities"].numel() for batch in batches if "_velocities" in batch)
+        return {**self._objective.count(batches), self.term: numbers}
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """The objective's sums, and that of squared errors, each times its weight."""
+        seen: list[Any] = []
+        hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        try:
+            terms = self._objective.terms(model, batch)
+        finally:
+            hook.remove()
+        terms = {name: self._text_weight * value for name, value in terms.items()}
+        predicted = output_of(seen[-1], "velocities")
+        exact = torch.promote_types(predicted.dtype, torch.float32)
+        targets = batch.get("_velocities")
+        error = predicted.to(exact) if targets is None else predicted.to(exact) - targets.to(exact)
+        return terms | {self.term: self._picture_weight * error.square().sum()}
+
+    def describe(self) -> str:
+        """Return a phrase for the log: the objective's own, and the weights of the two terms."""
+        return (
+            f"{self._text_weight:g} · {self._objective.describe()}; {self._picture_weight:g} · flow matching of drawn "
+            "pictures"
+        )
+
+    def _tokens_of(self, pixels: torch.Tensor, seed: int) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Latents of a picture as tokens, and how many stand along its height and its width."""
+        side = self._sizes.latent_patch_size
+        if self._encode is None:
+            pixels_a_side = attribute_at(self._sizes, "latent_side")
+            grid = (pixels.shape[1] // pixels_a_side, pixels.shape[2] // pixels_a_side)
+            return torch.zeros(grid[0] * grid[1], self._sizes.latent_features, dtype=self._exact_dtype), grid
+        latents = self._encode(pixels, derive_seed(seed, "posterior")).to(self._exact_dtype)
+        return patchified(latents, side), (latents.shape[1] // side, latents.shape[2] // side)
+
+    def _time(self, seed: int) -> float:
+        density = self._diffusion.timestep_density or "logit_normal"
+        random = np.random.Generator(np.random.Philox(key=derive_seed(seed, "time")))
+        return shift_sigma(draw_level(density, self._diffusion, random), self._shift)
+
+
+def _pictures_of(batch: Batch) -> list[torch.Tensor]:
+    """(3, H, W) uint8 of each picture that has latents."""
+    sizes = batch["picture_sizes"].tolist()
+    pieces = batch["picture_pixels"].split([3 * height * width for height, width in sizes])
+    return [piece.view(3, height, width) for piece, (height, width) in zip(pieces, sizes, strict=True)]
+
+
+def check_unified_loss(arguments: Arguments) -> None:
+    """Raise `ConfigError` for what a model that answers and draws is not trained with."""
+    loss_cfg, diffusion = arguments.features.loss_cfg, arguments.training.diffusion
+    if loss_cfg.loss_type not in (None, "default", "per_token_loss", "per_sample_loss"):
+        raise ConfigError(
+            f"'{loss_cfg.loss_type}' is not built for models that answer and draw",
+            key="features.loss_cfg.loss_type",
+            way_out="Leave it out: words have cross-entropy, pictures their denoising.",
+        )
+    if diffusion.shift == "resolution":
+        raise ConfigError(
+            "'resolution' is a shift of generators; this model has one for all sizes",
+            key="training.diffusion.shift",
+            way_out="Give a number, or null for that of the model's folder.",
+        )
+    given = [name for name in _ONLY_NULL if getattr(diffusion, name) is not None]
+    given += ["loss_weighting"] * (diffusion.loss_weighting != "none")
+    given += ["caption_dropout"] * (diffusion.caption_dropout > 0)
+    if given:
+        raise ConfigError(
+            f"{getattr(diffusion, given[0])} is for generators, and this model answers and draws",
+            key=f"training.diffusion.{given[0]}",
+            way_out="Leave it out; parts of rows are dropped by basic_parameters.text_cond_dropout_prob and its like.",
+        )
+
+
+def check_no_picture_weights(loss: LossConfig) -> None:
+    """Raise `ConfigError` where weights of words beside pictures are given to a model of another kind."""
+    for name in ("text_loss_weight", "picture_loss_weight"):
+        if getattr(loss, name) is not None:
+            raise ConfigError(
+                f"{getattr(loss, name):g} is for models that answer and draw by denoising, such as BAGEL",
+                key=f"features.loss_cfg.{name}",
+                way_out="Leave it out.",
+            )

@@ -1,0 +1,128 @@
+"""The frozen VAE that lies in the folder of a model which answers and draws: pictures of any size to latents and back.
+
+It is `ae.safetensors` in FLUX's layout, as BAGEL was released, or a folder `vae` in diffusers' layout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled, unscaled
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
+
+DIFFUSERS_FOLDER = "vae"
+_SCALE, _SHIFT = 0.3611, 0.1159
+"""Of FLUX's latents."""
+
+
+class PictureVAE:
+    """Encodes pictures one by one, so that latents do not depend on what else a batch holds.
+
+    Args:
+        folder: Of the whole model.
+        channels: Of a latent, as the model takes them.
+        downsample: Pixels along a side of a latent, as the model counts them.
+        device: Where it runs.
+        dtype: What it computes in.
+
+    Raises:
+        ModelFolderError: There is no VAE, or one of other latents.
+    """
+
+    def __init__(self, folder: Path, channels: int, downsample: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._vae: Any = load_vae(folder).to(device, dtype).eval().requires_grad_(False)
+        self._device, self._dtype = device, dtype
+        config = self._vae.config
+        own = (config.latent_channels, 2 ** (len(config.block_out_channels) - 1))
+        if own != (channels, downsample):
+            raise ModelFolderError(
+                f"its VAE makes latents of {own[0]} channels and {own[1]} pixels, and vae_config says {channels} and "
+                f"{downsample}",
+                where=str(folder),
+                key="vae_config",
+                way_out="Take the VAE that the model was trained with.",
+            )
+
+    @torch.no_grad()
+    def encode(self, pixels: torch.Tensor, seed: int) -> torch.Tensor:
+        """Normalised latents (C, h, w) on the host, drawn from the posterior as the published training does.
+
+        Args:
+            pixels: (3, H, W) uint8.
+            seed: Of the draw.
+        """
+        picture = pixels.to(self._device, self._dtype)[None] / 127.5 - 1
+        draw = torch.Generator().manual_seed(seed % 2**63)
+        posterior = self._vae.encode(picture).latent_dist
+        return scaled(self._vae, posterior.sample(generator=draw))[0].cpu()
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels (3, H, W) uint8 on the host, of latents (C, h, w)."""
+        raw_latents = unscaled(self._vae, latents.to(self._device, self._dtype)[None])
+        pixels: torch.Tensor = self._vae.decode(raw_latents).sample[0]
+        return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).to(torch.uint8).cpu()
+
+
+def load_vae(folder: Path) -> Any:
+    """The VAE of a model's folder.
+
+    Raises:
+        ModelFolderError: There is none, or it cannot be read.
+    """
+    inside = folder / DIFFUSERS_FOLDER
+    if (inside / "config.json").is_file():
+        from diffusers import AutoencoderKL
+
+        name = read_json_object(inside / "config.json", ModelFolderError).get("_class_name")
+        kind: Any = IdentityVAE if name == IdentityVAE.__name__ else AutoencoderKL
+        return kind.from_pretrained(inside, local_files_only=True)
+    file = folder / VAE_FILE
+    if not file.is_file():
+        raise ModelFolderError(
+            f"has no VAE: neither {VAE_FILE} nor {DIFFUSERS_FOLDER}/config.json",
+            where=str(folder),
+            way_out=f"Copy {VAE_FILE} of the released model there.",
+        )
+    return _from_flux(file)
+
+
+def _from_flux(file: Path) -> AutoencoderKL:
+    """A VAE whose sizes are those of the stored tensors."""
+    from diffusers import AutoencoderKL
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+    stored = load_file(file)
+    try:
+        levels = len({name.split(".")[2] for name in stored if name.startswith("encoder.down.")})
+        blocks = {name.split(".")[4] for name in stored if name.startswith("encoder.down.0.block.")}
+        widths = [len(stored[f"encoder.down.{level}.block.0.conv1.weight"]) for level in range(levels)]
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=tuple(widths),
+            layers_per_block=len(blocks),
+            latent_channels=stored["decoder.conv_in.weight"].shape[1],
+            scaling_factor=_SCALE,
+            shift_factor=_SHIFT,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+        vae.load_state_dict(convert_ldm_vae_checkpoint(stored, vae.config))
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+        raise ModelFolderError(
+            f"is not a VAE in FLUX's layout: {str(error).splitlines()[0]}",
+            where=str(file),
+            way_out="Copy the file of the released model.",
+        ) from error
+    return vae
