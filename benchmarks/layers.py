@@ -8,6 +8,8 @@ packed row of two documents goes through attention document by document, as on a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self._is_inside = False
+
+    @contextmanager
+    def as_one(self, name: str) -> Iterator[None]:
+        """Count all that is computed within as one operation of that name."""
+        self.counts[name] += 1
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
 
     @classmethod
     @override
@@ -51,7 +64,7 @@ class Operations(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function).split(".")[1]
-        if name not in VIEWS:
+        if name not in VIEWS and not self._is_inside:
             self.counts[name] += 1
         return function(*args, **(kwargs or {}))
 
