@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
 from mindspeed_mm.fsdp.models.added_tokens import rows_for, rows_of_folder
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS, AdapterFile
+from mindspeed_mm.fsdp.params.cards import has_own_class
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
