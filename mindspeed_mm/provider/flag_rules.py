@@ -8,8 +8,7 @@ from pathlib import PurePosixPath
 
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
-from mindspeed_mm.provider.draft import derived
-from mindspeed_mm.provider.reading import LENGTH_OF_RUN, Reading
+from mindspeed_mm.provider.reading import LENGTH_OF_RUN, Reading, derived
 
 # --- names of layers that get adapters --------------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, plain
-from mindspeed_mm.provider.draft import derived
 from mindspeed_mm.provider.module_names import patterns_of
-from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reading import Reading, derived
 
 _DISPATCHERS = {
     "allgather": "allgather",

@@ -26,10 +26,9 @@ from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, len
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix, Terms, find_all, to_dict
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram
-from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.scan import scan
-from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
+from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics, SourceShare, shares
 from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
 

@@ -29,11 +29,9 @@ from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks.report.charts import SERIES
 from mindspeed_mm.tasks.report.data import ReportedRun, read_run
-from mindspeed_mm.tasks.report.page import page_environment, render_body
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.ui import UiRequest
-from mindspeed_mm.tasks.serve.guard import Guard
-from mindspeed_mm.tasks.serve.guarded import guarded, page_headers
+from mindspeed_mm.tasks.report.report import page_environment, render_body
+from mindspeed_mm.tasks.requests.serve import Access, UiRequest
+from mindspeed_mm.tasks.serve.guard import Guard, guarded, page_headers
 from mindspeed_mm.tasks.serve.limits import RefusedError
 from mindspeed_mm.tasks.serve.listening import build_server, listen, shown_host
 from mindspeed_mm.tasks.serve.metrics import Metrics
@@ -48,7 +46,7 @@ def run(request: UiRequest, access: Access, say: Callable[[str], None]) -> None:
 
     Args:
         request: What is shown, and where.
-        access: Who may look, as `check_request` found it.
+        access: Who may look, as `check_ui_request` found it.
         say: Is told the address.
 
     Raises:

@@ -17,8 +17,7 @@ from mindspeed_mm.core.file_writing import any_of, check_output_file, is_object_
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.generated import vbench
 from mindspeed_mm.tasks.evaluate.generated.encoders import Clip, Dino
-from mindspeed_mm.tasks.evaluate.generated.figures import Measured, mean_of, told
-from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance
+from mindspeed_mm.tasks.evaluate.generated.measures import Measured, frechet_distance, kernel_distance, mean_of, told
 from mindspeed_mm.tasks.evaluate.generated.motion import Flow, consistency_of, flow_of, motion_of
 from mindspeed_mm.tasks.evaluate.generated.pairs import Lpips, likeness
 from mindspeed_mm.tasks.evaluate.generated.samples import Samples, find_samples, is_clip, prompts_of

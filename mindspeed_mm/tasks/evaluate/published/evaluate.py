@@ -28,11 +28,10 @@ from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
-from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.evaluate.judge import Judge, Unjudged
 from mindspeed_mm.tasks.evaluate.published import rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
-from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
