@@ -31,7 +31,7 @@ _WAN = {
 """Layers of generators → their names in diffusers."""
 
 
-def adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
+def _adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
     """Names of layers as the libraries have them; other words stay what they are."""
     table = _WAN if is_generator else _LANGUAGE
     names: dict[str, None] = {}
@@ -321,7 +321,7 @@ def adapters(reading: Reading) -> None:
     for target in targets:
         words += filter(None, target.split(","))
     draft.put("training.lora.enable", True, place)
-    draft.put("training.lora.target_modules", adapter_targets(words, reading.is_generator), place)
+    draft.put("training.lora.target_modules", _adapter_targets(words, reading.is_generator), place)
     for name, key in settings.items():
         if reading.has(name):
             draft.put(f"training.lora.{key}", reading.value(name), reading.place(name))

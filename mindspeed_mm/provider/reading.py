@@ -49,9 +49,9 @@ class Draft:
         held = find(self.root, key)
         if held is None or held.node.value is None:
             self.replace(key, value, place)
-        elif plain(held.node) != as_plain(value):
+        elif plain(held.node) != _as_plain(value):
             self.problem(
-                f"{show(as_plain(value))}, but {held.node.place} says {show(plain(held.node))} ({key})",
+                f"{show(_as_plain(value))}, but {held.node.place} says {show(plain(held.node))} ({key})",
                 place,
                 "Keep one of them.",
             )
@@ -62,7 +62,7 @@ class Draft:
 
     def replace(self, key: str, value: object, place: SourcePosition) -> None:
         """Set a key, whatever it had."""
-        node = value if isinstance(value, Node) else as_node(as_plain(value), place)
+        node = value if isinstance(value, Node) else as_node(_as_plain(value), place)
         parents = key.split(".")[:-1]
         for depth in range(1, len(parents) + 1):  # a section that a file leaves empty takes keys
             parent = find(self.root, ".".join(parents[:depth]))
@@ -99,7 +99,7 @@ class Draft:
         self.problems.append(Problem(what, str(place), way_out=way_out))
 
 
-def as_plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     """A value as files hold it: lists, not tuples."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 

@@ -162,7 +162,7 @@ def _put_files(reading: Reading) -> tuple[dict[str, Any], dict[str, Any], dict[s
     found: dict[str, dict[str, Any]] = {"data": {}, "tools": {}, "model": {}}
     for name, dest, put in (
         ("data", "mm_data", put_data),
-        ("tools", "mm_tool", put_tools),
+        ("tools", "mm_tool", _put_tools),
         ("model", "mm_model", put_model),
     ):
         root = _root(reading, name, dest)
@@ -255,7 +255,7 @@ def _idle_notes(reading: Reading) -> list[str]:
     return notes
 
 
-def put_tools(reading: Reading, root: Node) -> None:
+def _put_tools(reading: Reading, root: Node) -> None:
     """Put the profilers' settings; `sorafeature` is for the command that extracts features."""
     sections = {name: entry for name, entry in root.value.items() if name != "sorafeature"}
     if sections:

@@ -188,7 +188,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     result.rows, result.read, result.usable = data.rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     result.samples, result.cut = len(tally.sample_lengths(basic)), tally.longer_documents(basic)
-    elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
+    elsewhere = None if is_denoised(dataset) else partial(_search_media, dataset, basic)
     findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere)
     findings += _of_template(data, tally)
     if is_denoised(dataset):
@@ -227,7 +227,7 @@ def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     for row in tally.index[:_COMPARED_ROWS]:
         with contextlib.suppress(MMError):  # a finding of its own
             samples.append(data.dataset.sample(row))
-    return list(template_findings(template, data.processor(), samples))
+    return list(_template_findings(template, data.processor(), samples))
 
 
 # --- media ------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ _MOST_TRIED = 200
 _SUBFOLDERS = ("images", "image", "media", "videos", "audios", "data")
 
 
-def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
+def _search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
     """Settings of `dataset_dir` under which the media of rows would be found: the best; none when nothing helps."""
     tried = rows[:_MOST_TRIED]
     if not dataset.has_rows:
@@ -320,7 +320,7 @@ _PROBE = (
 )
 
 
-def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
+def _template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
     """Warnings about a template.
 
     Args:

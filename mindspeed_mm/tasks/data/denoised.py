@@ -190,7 +190,7 @@ def denoised_stats(tally: RowStatistics) -> DenoisedStats | None:
         "fps": {f"{rate:g}": count for rate, count in rates.most_common()},
         "cut_share": shares(cut),
         "enlarged": shares(enlarged),
-        "roles": role_stats(facts.roles for _, facts in tally.denoised),
+        "roles": _role_stats(facts.roles for _, facts in tally.denoised),
     }
 
 
@@ -203,16 +203,16 @@ def denoised_lines(stats: DenoisedStats) -> list[str]:
         lines.append(f"  {size:>16}  {count:>9,}  {count / total:>6.1%}")
     if len(buckets) > _MOST_BUCKETS:
         lines.append(f"  … and {len(buckets) - _MOST_BUCKETS} more")
-    lines += percentile_line("tokens of the longest caption", stats["caption_tokens"])
-    lines += percentile_line("frames of a clip", stats["frames"])
-    lines += percentile_line("share of a medium that is cut away", stats["cut_share"])
-    lines += percentile_line("times that a medium is enlarged", stats["enlarged"])
+    lines += _percentile_line("tokens of the longest caption", stats["caption_tokens"])
+    lines += _percentile_line("frames of a clip", stats["frames"])
+    lines += _percentile_line("share of a medium that is cut away", stats["cut_share"])
+    lines += _percentile_line("times that a medium is enlarged", stats["enlarged"])
     if stats["fps"]:
         rates = with_counts(stats["fps"])[:_MOST_RATES]
         lines.append(f"  frames a second: {', '.join(rates)}")
     lines.append(f"  captions of a row: {', '.join(times_each(stats['captions_of_a_row']))}")
     lines.append(f"  captions cut: {stats['captions_cut']:,}, empty: {stats['captions_empty']:,}")
-    return lines + role_lines(stats["roles"])
+    return lines + _role_lines(stats["roles"])
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class RoleStats(TypedDict):
     cut_share: dict[str, float]
 
 
-def role_stats(samples: Iterable[Sequence[RoleFacts]]) -> dict[str, RoleStats]:
+def _role_stats(samples: Iterable[Sequence[RoleFacts]]) -> dict[str, RoleStats]:
     """Role → statistics of its media in all samples."""
     by_role: dict[str, list[RoleFacts]] = {}
     for roles in samples:
@@ -309,7 +309,7 @@ def shares(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
+def _role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
     """Return lines of text with the statistics of each role: kinds, sizes, frames, seconds and share cut away."""
     lines = []
     for role, told in stats.items():
@@ -317,13 +317,13 @@ def role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
         if told["sizes"]:
             sizes = with_counts(told["sizes"])[:_MOST_SIZES]
             lines.append(f"    most frequent sizes (width × height): {', '.join(sizes)}")
-        lines += percentile_line("  frames", told["frames"])
-        lines += percentile_line("  seconds", told["seconds"])
-        lines += percentile_line("  share that is cut away", told["cut_share"])
+        lines += _percentile_line("  frames", told["frames"])
+        lines += _percentile_line("  seconds", told["seconds"])
+        lines += _percentile_line("  share that is cut away", told["cut_share"])
     return lines
 
 
-def percentile_line(title: str, values: Mapping[str, float]) -> list[str]:
+def _percentile_line(title: str, values: Mapping[str, float]) -> list[str]:
     """One line of named values; none where there are no values."""
     if not values:
         return []

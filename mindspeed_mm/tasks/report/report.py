@@ -46,7 +46,7 @@ def run(folders: Sequence[Path], out: Path | None = None) -> Path:
     """
     if len(folders) > len(SERIES):
         raise UsageError(f"{len(folders)} runs are too many for one report", way_out=f"Give at most {len(SERIES)}.")
-    page = render_page(list(map(read_run, folders)))
+    page = _render_page(list(map(read_run, folders)))
     out = out or RunFolder(folders[0]).report
     write_page(out, page, "--out")
     return out
@@ -54,14 +54,14 @@ def run(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-MOST_SAMPLES = 12
+_MOST_SAMPLES = 12
 """Wrong answers shown, and right ones."""
-MOST_EVENTS = 40
-NOTHING = "–"
+_MOST_EVENTS = 40
+_NOTHING = "–"
 _PAGE, _BODY = "report/report_page.html.j2", "report/report_body.html.j2"
 
 
-def render_page(runs: Sequence[ReportedRun]) -> str:
+def _render_page(runs: Sequence[ReportedRun]) -> str:
     """One HTML page that needs nothing from outside itself."""
     subtitle = f"{len(runs)} runs" if len(runs) > 1 else _subtitle(runs[0])
     title = f"Report: {', '.join(run.name for run in runs)}"
@@ -113,7 +113,7 @@ def _beside(runs: Sequence[ReportedRun]) -> Record:
 
 def _describe(run: ReportedRun, several: bool) -> Record:
     """What the template shows of a run."""
-    wrong, right = choose_samples(run.samples, MOST_SAMPLES)
+    wrong, right = choose_samples(run.samples, _MOST_SAMPLES)
     right_total = sum(bool(sample.get("correct")) for sample in run.samples)
     media = MediaLoader(run.results.get("media_dir", run.path))
     return {
@@ -126,7 +126,7 @@ def _describe(run: ReportedRun, several: bool) -> Record:
         "right": _samples(right, media),
         "wrong_total": len(run.samples) - right_total,
         "right_total": right_total,
-        "events": [_event(event) for event in run.events[-MOST_EVENTS:]],
+        "events": [_event(event) for event in run.events[-_MOST_EVENTS:]],
         "event_counts": _count_events(run.events),
         "environment": list(_flat(run.facts)),
         "configuration": run.configuration,
@@ -151,7 +151,7 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
 def _best(run: ReportedRun) -> str:
     found = run.best
     if "step" not in found:
-        return NOTHING
+        return _NOTHING
     return f"{found['metric']} {found['value']:.4f} at step {found['step']}"
 
 
@@ -173,7 +173,7 @@ def _steps(run: ReportedRun) -> str:
 
 def _last(records: Sequence[Record], key: str) -> str:
     if not records or records[-1][key] is None:
-        return NOTHING
+        return _NOTHING
     return f"{records[-1][key]:.4f}"
 
 
@@ -193,7 +193,7 @@ def _duration(run: ReportedRun) -> str:
         seconds += record.get("step_ms", 0.0) / 1000 * (record["step"] - previous)
         previous = record["step"]
     if not seconds:
-        return NOTHING
+        return _NOTHING
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
@@ -202,7 +202,7 @@ def _over_steps(run: ReportedRun, key: str, told: Callable[[list[float]], str]) 
     """What all steps that have logged a number say together."""
     values = [record[key] for record in run.steps if key in record]
     if not values:
-        return NOTHING
+        return _NOTHING
     return told(values)
 
 
@@ -225,8 +225,8 @@ def _event(event: Record) -> Record:
 def _count_events(events: Sequence[Record]) -> str:
     counts = Counter(str(event.get("kind")) for event in events)
     listed = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
-    if len(events) > MOST_EVENTS:
-        return f"{listed} (the last {MOST_EVENTS} below)"
+    if len(events) > _MOST_EVENTS:
+        return f"{listed} (the last {_MOST_EVENTS} below)"
     return listed
 
 

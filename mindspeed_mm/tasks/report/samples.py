@@ -100,7 +100,7 @@ def _pictures(each: Round, numbers: Sequence[int]) -> dict[int, list[Shown]]:
 
 PICTURE_PIXELS, CLIP_PIXELS = 256, 160
 """Longest sides shown."""
-SMALL_PIXELS = 72
+_SMALL_PIXELS = 72
 """Pictures up to this height are shown larger than they are, with sharp pixels and without loss."""
 MOST_FRAMES = 24
 
@@ -132,7 +132,7 @@ def load(name: str, media: MediaLoader) -> Shown:
 
 
 def _picture(image: Image.Image) -> Shown:
-    is_small = image.height <= SMALL_PIXELS
+    is_small = image.height <= _SMALL_PIXELS
     image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
     data = io.BytesIO()
     if is_small:
@@ -146,7 +146,7 @@ def _picture(image: Image.Image) -> Shown:
 
 def _clip(frames: Sequence[Image.Image], seconds_each: float) -> Shown:
     """An animated WebP that begins again at its end."""
-    is_small = frames[0].height <= SMALL_PIXELS
+    is_small = frames[0].height <= _SMALL_PIXELS
     for frame in frames:
         frame.thumbnail((CLIP_PIXELS, CLIP_PIXELS))
     data = io.BytesIO()

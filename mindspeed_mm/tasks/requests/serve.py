@@ -35,7 +35,7 @@ class Access:
     """Requests may name addresses on these."""
 
 
-def access_of(host: str, key_file: Path | None, origins: Collection[str]) -> Access:
+def _access_of(host: str, key_file: Path | None, origins: Collection[str]) -> Access:
     """Who may ask a server that listens at an address.
 
     Args:
@@ -147,7 +147,7 @@ def check_request(request: ServeRequest) -> Access:
     Raises:
         UsageError: Other machines could ask without a key; the folder of media is none; or options do not go together.
     """
-    access = access_of(request.host, request.key_file, request.origins)
+    access = _access_of(request.host, request.key_file, request.origins)
     if request.nproc > 1 and request.plan is None:
         way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
         raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
@@ -236,4 +236,4 @@ def check_ui_request(request: UiRequest) -> Access:
         if not folder.is_dir():
             way_out = f"Relative paths start at '{Path.cwd()}'."
             raise UsageError("there is no such folder", where=str(folder), key=key, way_out=way_out)
-    return access_of(request.host, request.key_file, request.origins)
+    return _access_of(request.host, request.key_file, request.origins)

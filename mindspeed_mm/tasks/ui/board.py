@@ -95,7 +95,7 @@ def build_app(request: UiRequest, access: Access, jobs: Jobs) -> Guard:
     return guarded(Starlette(routes=routes), request.limits, access, Metrics())
 
 
-def board_page() -> str:
+def _board_page() -> str:
     """The page, with its scripts and styles inside: it fetches nothing but what it shows."""
     folder = Path(__file__).parent
     script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -107,7 +107,7 @@ class LookingRoutes:
 
     def __init__(self, board: Board, showing: Showing, jobs: Jobs, read_only: bool) -> None:
         self._board, self._showing, self._jobs, self._read_only = board, showing, jobs, read_only
-        self._page = board_page()
+        self._page = _board_page()
         self._headers = page_headers(self._page)
 
     def routes(self) -> list[Route]:

@@ -157,7 +157,7 @@ def _low_precision(arguments: Arguments) -> Iterator[Problem]:
 REENTRANT = "features.recompute_plan.use_reentrant"
 SLICES = "features.enable_chunk_mbs"
 WEIGHTS = "features.enable_weight_offload"
-SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
+_SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
 
 
 def memory_problems(arguments: Arguments) -> Iterator[Problem]:
@@ -191,7 +191,7 @@ def _is_filled_up(arguments: Arguments) -> bool:
 def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
     """Torch's re-entrant checkpoint runs its first pass without autograd: nothing that it computes can be kept."""
     plan, model = arguments.features.recompute_plan, arguments.model
-    skipped = [f"model.{name}" for name in SKIPS if getattr(model, name)]
+    skipped = [f"model.{name}" for name in _SKIPS if getattr(model, name)]
     asked = ["features.recompute_plan.mode: selective", *skipped] if plan.mode == "selective" else skipped
     if plan.use_reentrant and asked:
         yield Problem(
@@ -205,7 +205,7 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
             key="model.skip_flash_attn_recompute",
             way_out="Leave model.attn_implementation out, or this key.",
         )
-    delta_nets = [f"model.{name}" for name in SKIPS[1:] if getattr(model, name)]
+    delta_nets = [f"model.{name}" for name in _SKIPS[1:] if getattr(model, name)]
     if delta_nets and arguments.features.compile is True:
         yield Problem(
             "true, but features.compile compiles a block into one graph, from which no layer can be left out",

@@ -217,7 +217,7 @@ def _of_given_features(request: EvaluateRequest, found: _Found) -> dict[str, Mea
         )
     if request.features is None or request.reference_features is None:
         return {}
-    features, real = read_pair(request.features, request.reference_features)
+    features, real = _read_pair(request.features, request.reference_features)
     if len(features) != len(found.own):
         kind = "clips" if len(found.clips) == len(found.own) else "pictures"
         what = f"holds features of {len(features)} {kind}, and there are {len(found.own)}"
@@ -246,7 +246,7 @@ _FEWEST = 2
 """Rows that a covariance and an unbiased estimate take."""
 
 
-def read_features(path: Path, key: str) -> torch.Tensor:
+def _read_features(path: Path, key: str) -> torch.Tensor:
     """The array of a `.npy` file, or the only one of a `.npz` file: a row for each picture, (N, F), in fp64.
 
     Args:
@@ -272,13 +272,13 @@ def read_features(path: Path, key: str) -> torch.Tensor:
     return features_NF
 
 
-def read_pair(own: Path, real: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_pair(own: Path, real: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of generated and of real pictures, (N, F) and (M, F).
 
     Raises:
         DataError: A file is none of features, or they are of different widths.
     """
-    a_NF, b_MF = read_features(own, "--features"), read_features(real, "--reference-features")
+    a_NF, b_MF = _read_features(own, "--features"), _read_features(real, "--reference-features")
     if a_NF.shape[1] != b_MF.shape[1]:
         what = f"has features of width {b_MF.shape[1]}, and '{own}' of {a_NF.shape[1]}"
         raise DataError(what, where=str(real), key="--reference-features", way_out="Compute both with one model.")

@@ -166,7 +166,7 @@ def _found(asked: _AskedSet, published: PublishedSet, items: Sequence[Item], giv
     if asked.judge is None or published.asks_judge is None:
         return {}
     words, nearest = [words_of(text) for text in given], published.takes_nearest
-    return found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
+    return _found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
 
 
 def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class Found:
         return self.said
 
 
-def found_answers(
+def _found_answers(
     judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], given: Sequence[str], *, takes_nearest: bool
 ) -> dict[int, Found]:
     """By place: what a judge finds in the answers that the set's authors would ask about.
