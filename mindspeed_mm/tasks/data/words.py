@@ -173,7 +173,7 @@ def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list
     for row in found.shown:
         lines += ["", *_row_lines(row, found, paint, tokens)]
     if found.batch is not None:
-        lines += ["", *batch_lines(found.batch, paint)]
+        lines += ["", *_micro_batch_lines(found.batch, paint)]
     if found.batch_trouble:
         lines += ["", paint.odd("no micro-batch: ") + found.batch_trouble]
     return lines
@@ -252,7 +252,7 @@ def _visible(text: str) -> str:
     return "".join(signs)
 
 
-def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
+def _micro_batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
     """A micro-batch: a strip for each row, and where its samples begin and end."""
     size = f"{batch.rows} samples"
     if batch.length:
