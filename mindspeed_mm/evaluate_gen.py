@@ -14,7 +14,7 @@ from mindspeed_mm.inference_sora import generator_of
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.evaluate.generated.benchmark import DIMENSIONS, check_dimensions, prompts_of, under_their_names
-from mindspeed_mm.tasks.evaluate.generated.figures import told
+from mindspeed_mm.tasks.evaluate.generated.measures import told
 from mindspeed_mm.tasks.evaluate.generated.vbench import find_vbench, measure_own_prompts
 
 _SAMPLES = 5

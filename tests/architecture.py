@@ -50,7 +50,6 @@ KEPT_APART = {
         "tasks.evaluate.generated.encoders",
         "tasks.evaluate.generated.pairs",
     ),
-    "only a report of several runs has it": ("tasks.report.comparison",),
     "one module a kind of request; the other one lists the routes": (
         "tasks.serve.drawing",
         "tasks.serve.passing_on",

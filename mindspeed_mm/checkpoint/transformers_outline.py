@@ -58,6 +58,7 @@ class TransformersOutline:
         model_class = None
         for name in names:
             model_class = model_class or getattr(transformers, str(name), None)
+        # `auto_map` names code in the folder, which is not run.
         if model_class is None or config.get("auto_map"):
             return None
         try:
@@ -93,6 +94,7 @@ class TransformersOutline:
         for alias, name in self.ties.items():
             if alias not in made:
                 continue
+            # Some folders store a tied tensor under both names: reading compares the copies.
             copy = made.pop(alias)
             if name in made:
                 self.tied_keys[homes[alias]] = name

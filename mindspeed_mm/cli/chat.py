@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.terminal import say, say_failure, say_json
-from mindspeed_mm.tasks.requests.chat import ChatRequest
+from mindspeed_mm.tasks.requests.infer import ChatRequest
 from mindspeed_mm.tasks.requests.shared import is_address, read_key
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import click
 from mindspeed_mm.checkpoint.recognise import told_ways
 from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.tasks.requests.convert import ConvertRequest
+from mindspeed_mm.tasks.requests.export import ConvertRequest
 
 EXAMPLES = f"""
 \b

@@ -56,8 +56,7 @@ def check(request: DataCheckRequest) -> None:
     """
     from mindspeed_mm.tasks.data import check as task  # torch: the help does without
     from mindspeed_mm.tasks.data.page import check_page
-    from mindspeed_mm.tasks.data.paint import Paint
-    from mindspeed_mm.tasks.data.words import check_lines
+    from mindspeed_mm.tasks.data.words import Paint, check_lines
 
     result = task.run(request)
     if request.bad_rows is not None:
@@ -78,8 +77,7 @@ def preview(request: DataPreviewRequest) -> None:
     """
     from mindspeed_mm.tasks.data import preview as task
     from mindspeed_mm.tasks.data.page import preview_page
-    from mindspeed_mm.tasks.data.paint import Paint
-    from mindspeed_mm.tasks.data.preview_words import preview_lines
+    from mindspeed_mm.tasks.data.words import Paint, preview_lines
 
     found = task.run(request)
     if request.html is not None:
@@ -93,8 +91,7 @@ def stats(request: DataStatsRequest) -> None:
     """Describe the rows of CONFIG: lengths, media, share of trained tokens, and how full batches and packs would be."""
     from mindspeed_mm.tasks.data import stats as task
     from mindspeed_mm.tasks.data.page import stats_page
-    from mindspeed_mm.tasks.data.paint import Paint
-    from mindspeed_mm.tasks.data.words import stats_lines
+    from mindspeed_mm.tasks.data.words import Paint, stats_lines
 
     found = task.run(request)
     if request.html is not None:

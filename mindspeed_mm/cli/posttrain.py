@@ -14,8 +14,7 @@ from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
 from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
 from mindspeed_mm.tasks.posttrain import score as score_task
-from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
-from mindspeed_mm.tasks.requests.train import TrainRequest
+from mindspeed_mm.tasks.requests.train import ReferenceRequest, RolloutsRequest, ScoreRequest, TrainRequest
 
 EXAMPLES = """
 \b

@@ -10,7 +10,7 @@ import click
 from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.errors import ExitCode
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.tasks.requests.quickstart import QuickstartRequest
+from mindspeed_mm.tasks.requests.init import QuickstartRequest
 
 EXAMPLES = """
 \b

@@ -47,6 +47,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
             return command(request)
 
         with_options: Callable[..., Any] = called
+        # click lists parameters in the reverse order in which decorators are applied.
         for each in reversed(all_fields(kind)):
             with_options = _parameter(each)(with_options)
         return with_options

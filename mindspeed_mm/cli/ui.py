@@ -9,7 +9,7 @@ import click
 from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.tasks.requests.ui import UiRequest, check_request
+from mindspeed_mm.tasks.requests.serve import UiRequest, check_ui_request
 
 EXAMPLES = """
 \b
@@ -33,7 +33,7 @@ def command(request: UiRequest) -> None:
     if lacking := [package for package in _NEEDED if importlib.util.find_spec(package) is None]:
         way_out = "Install the extra: pip install 'mindspeed-mm[ui]'."
         raise MachineError(f"{' and '.join(lacking)} not installed", way_out=way_out)
-    access = check_request(request)
+    access = check_ui_request(request)
     from mindspeed_mm.tasks.ui import board  # torch and the web server: the help does without
 
     def announce(address: str) -> None:

@@ -110,8 +110,11 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
             _complete(draft, target, {ORIGINAL_KEY: note_original(target, kept_as, keep=keep), **backup})
             with locked(target):
                 with one_at_a_time(target.parent):
+                    # Looked at again under the lock: another process may have changed the folder
+                    # since.
                     _refuse_in_place(target, keep)
                     swap_folders(draft, target, kept_as)
+                    # A rename is on the disk only when the folder around it is.
                     fsync_path(target.parent)
                 if not keep:
                     shutil.rmtree(kept_as)
@@ -251,6 +254,8 @@ def remove_written(folder: Path) -> bool:
         return False
     doomed = new_name(folder.parent, DRAFT)  # no half of it looks whole
     with locked(folder):
+        # The marker names the draft before the folder moves: `heal` removes it if this process is killed in
+        # between.
         _write_marker(folder, {**(read_marker(folder) or {}), DRAFT_KEY: doomed.name})
         folder.rename(doomed)
         remove_marked(doomed)

@@ -58,6 +58,8 @@ def kept_sha256(path: Path, cache_dir: str | Path | None = None) -> str:
     name = str(path.absolute())
     mark, now = mark_of(path.stat()), time.time_ns()
     _, modified_ns, changed_ns, _ = mark
+    # A file that was written just now may change again within one tick of its clock, which its mark would not
+    # show.
     if max(modified_ns, changed_ns) + _RACY_NS >= now:
         return sha256_file(path)
     known_mark, known = _here.get(name, (None, ""))

@@ -156,6 +156,7 @@ class RequestField:
         if most is not None:
             bounds.append(f"up to {most:g}")
         kinds = int if is_whole else (int, float)
+        # To Python True is the number 1.
         fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
         if fits and least is not None:
             fits = value >= least

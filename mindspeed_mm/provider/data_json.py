@@ -47,11 +47,11 @@ def put_data(reading: Reading, root: Node) -> None:
         _note_left_out(reading, root, _put_media(reading, root), "docs/generation.md says how media are prepared")
         if kind == "vace":
             reading.draft.fill("model.task", kind, "rows of VACE: src_video, src_video_mask, src_ref_images")
-    elif kind in OLDER_ROWS:
+    elif kind in _OLDER_ROWS:
         left_out = _put_loader(reading, root)
         if left_out:
             reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
-        taken = put_older_rows(reading, root, kind)
+        taken = _put_older_rows(reading, root, kind)
         _note_left_out(reading, root, taken, "the processor and the chat template of the model's folder say it")
         _note_bounds(reading)
     elif kind in _NOT_READ:
@@ -162,19 +162,19 @@ _THEIRS = "dataset_param.basic_parameters"
 _OF_SETS = ("data_path", "data_folder", "repeat_time", "data_storage_mode")
 
 
-def put_older_rows(reading: Reading, root: Node, kind: str) -> list[str]:
+def _put_older_rows(reading: Reading, root: Node, kind: str) -> list[str]:
     """Put rows and processor of a file.
 
     Args:
         reading: Takes keys, notes and problems.
         root: The file.
-        kind: Its `dataset_type`, one of `OLDER_ROWS`.
+        kind: Its `dataset_type`, one of `_OLDER_ROWS`.
 
     Returns:
         Dotted names inside `dataset_param` of the settings that are taken.
     """
     reading.draft.put(f"{_DATASET}.dataset_type", "huggingface", place_at(root, "dataset_param.dataset_type"))
-    return OLDER_ROWS[kind](reading, root)
+    return _OLDER_ROWS[kind](reading, root)
 
 
 def _pictures(reading: Reading, root: Node) -> list[str]:
@@ -183,7 +183,7 @@ def _pictures(reading: Reading, root: Node) -> list[str]:
     tokenizer = find(root, "dataset_param.tokenizer_config")
     if tokenizer is not None:
         first = tokenizer.node.value[0] if isinstance(tokenizer.node.value, list) else tokenizer.node
-        _put_folder(reading, find_text(first, "from_pretrained"))
+        _put_folder(reading, _find_text(first, "from_pretrained"))
     taken += _put_tiles(reading, root)
     frames = find(root, "dataset_param.max_num_frame")
     if frames is not None:
@@ -223,20 +223,20 @@ def _put_tiles(reading: Reading, root: Node) -> list[str]:
 
 def _turns_with_pictures(reading: Reading, root: Node) -> list[str]:
     """Rows whose turns list their pictures: `{"conversations": [{"role": "<|User|>", "content", "images"}, …]}`."""
-    _put_folder(reading, find_text(root, "dataset_param.processor_path"))
+    _put_folder(reading, _find_text(root, "dataset_param.processor_path"))
     return [*_put_sets(reading, root), "processor_path"]
 
 
 def _transcripts(reading: Reading, root: Node) -> list[str]:
     """Rows `{"audio", "sentence"}` of a folder, in a language."""
     draft, section = reading.draft, "dataset_param.preprocess_parameters"
-    rows = find_text(root, f"{_THEIRS}.dataset_name_or_path")
+    rows = _find_text(root, f"{_THEIRS}.dataset_name_or_path")
     if rows is None:
         where = place_at(root, _THEIRS)
         draft.problem("names no dataset_name_or_path", where, "Name the folder of the rows.")
     else:
         draft.put(f"{_BASIC}.dataset", rows.value, rows.place)
-    _put_folder(reading, find_text(root, f"{section}.processor_name_or_path"))
+    _put_folder(reading, _find_text(root, f"{section}.processor_name_or_path"))
     spoken = {name: text_at(root, f"{section}.{name}") for name in ("language", "task")}
     said = ", ".join(f"{name} {value}" for name, value in spoken.items() if value)
     if said:
@@ -249,7 +249,7 @@ def _transcripts(reading: Reading, root: Node) -> list[str]:
     return [*names, *(f"preprocess_parameters.{name}" for name in inside)]
 
 
-OLDER_ROWS: Mapping[str, Callable[[Reading, Node], list[str]]] = {
+_OLDER_ROWS: Mapping[str, Callable[[Reading, Node], list[str]]] = {
     "multimodal": _pictures,
     "deepseekvl2": _turns_with_pictures,
     "audio": _transcripts,
@@ -288,7 +288,7 @@ def _sets(root: Node) -> Iterator[tuple[str, Node]]:
 
 def _set(reading: Reading, name: str, section: Node) -> dict[str, Any]:
     """A set of rows as an entry of `dataset`."""
-    path, folder = find_text(section, "data_path"), find_text(section, "data_folder")
+    path, folder = _find_text(section, "data_path"), _find_text(section, "data_folder")
     if path is None:
         reading.draft.problem("names no data_path", section.place, "Name the file of the rows.")
     entry = {"path": path.value if path else "", "name": name, "media_dir": folder.value if folder else ""}
@@ -305,7 +305,7 @@ def _set(reading: Reading, name: str, section: Node) -> dict[str, Any]:
     return {key: each for key, each in entry.items() if each}
 
 
-def find_text(root: Node, key: str) -> Node | None:
+def _find_text(root: Node, key: str) -> Node | None:
     """The node of a text that holds something."""
     entry = find(root, key)
     if entry is None or not isinstance(entry.node.value, str) or not entry.node.value:

@@ -8,8 +8,7 @@ from pathlib import PurePosixPath
 
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
-from mindspeed_mm.provider.draft import derived
-from mindspeed_mm.provider.reading import LENGTH_OF_RUN, Reading
+from mindspeed_mm.provider.reading import LENGTH_OF_RUN, Reading, derived
 
 # --- names of layers that get adapters --------------------------------------------------------------------------------
 
@@ -32,7 +31,7 @@ _WAN = {
 """Layers of generators → their names in diffusers."""
 
 
-def adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
+def _adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
     """Names of layers as the libraries have them; other words stay what they are."""
     table = _WAN if is_generator else _LANGUAGE
     names: dict[str, None] = {}
@@ -322,7 +321,7 @@ def adapters(reading: Reading) -> None:
     for target in targets:
         words += filter(None, target.split(","))
     draft.put("training.lora.enable", True, place)
-    draft.put("training.lora.target_modules", adapter_targets(words, reading.is_generator), place)
+    draft.put("training.lora.target_modules", _adapter_targets(words, reading.is_generator), place)
     for name, key in settings.items():
         if reading.has(name):
             draft.put(f"training.lora.{key}", reading.value(name), reading.place(name))

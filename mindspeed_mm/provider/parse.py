@@ -72,7 +72,7 @@ def parse(
     """
     file, flags = OneYaml(), list(words)
     if words and words[0].endswith((".yaml", ".yml")):
-        file, flags = read_one_yaml(Path(words[0])), flags[1:]
+        file, flags = _read_one_yaml(Path(words[0])), flags[1:]
     parser = build_parser() if extra_args_provider is not None else _usual_parser()
     ours = dict(parser._option_string_actions)
     if extra_args_provider is not None:
@@ -235,7 +235,7 @@ class OneYaml:
     """`data` and `model`."""
 
 
-def read_one_yaml(path: Path) -> OneYaml:
+def _read_one_yaml(path: Path) -> OneYaml:
     """The flags and the files in one YAML.
 
     Raises:

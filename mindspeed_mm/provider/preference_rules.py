@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain
-from mindspeed_mm.provider.draft import derived
 from mindspeed_mm.provider.json_tree import entries_at, place_at
-from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reading import Reading, derived
 
 _DATA = "data.dataset_param"
 _KEYS = {

@@ -13,9 +13,8 @@ from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, plain
-from mindspeed_mm.provider.draft import derived
 from mindspeed_mm.provider.module_names import patterns_of
-from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reading import Reading, derived
 
 _DISPATCHERS = {
     "allgather": "allgather",
@@ -159,9 +158,9 @@ def sharding(reading: Reading) -> None:
     if len(chosen) == 2:
         reading.draft.problem("cannot be combined with --layerzero", reading.place(chosen[0]), "Keep one of them.")
     elif chosen == ["use_torch_fsdp2"]:
-        put_fsdp2_config(reading)
+        _put_fsdp2_config(reading)
     elif chosen:
-        put_layerzero_config(reading)
+        _put_layerzero_config(reading)
     elif reading.value("use_distributed_optimizer"):
         place = reading.place("use_distributed_optimizer")
         reading.draft.put("parallel.fsdp_plan.reshard_after_forward", False, place)
@@ -232,7 +231,7 @@ FSDP2_KEYS = (
 """Every key of fsdp2_config.yaml."""
 
 
-def put_fsdp2_config(reading: Reading) -> None:
+def _put_fsdp2_config(reading: Reading) -> None:
     """What fsdp2_config.yaml asks for; without a file, its defaults."""
     given = _settings(reading, "fsdp2_config_path", FSDP2_KEYS)
     for name, key in _AS_THEY_ARE.items():
@@ -249,7 +248,7 @@ def put_fsdp2_config(reading: Reading) -> None:
         reading.draft.put("parallel.expert_fully_shard_parallel_size", 1, local.place)
 
 
-def put_layerzero_config(reading: Reading) -> None:
+def _put_layerzero_config(reading: Reading) -> None:
     """What the file of --layerzero-config asks for."""
     known = ("zero3_size", "transformer_layers", "backward_prefetch", "param_dtype", "reduce_dtype", "forward_prefetch",
              "limit_all_gathers", "ignored_modules", "offload_grads", "ckpt_load_path", "autocast_input",

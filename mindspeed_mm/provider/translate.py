@@ -16,13 +16,12 @@ from mindspeed_mm.fsdp.params.loader import ResolvedConfig, load_config
 from mindspeed_mm.fsdp.params.yaml.tree import Node, clone, plain
 from mindspeed_mm.provider import flag_rules, memory_rules, size_rules
 from mindspeed_mm.provider.data_json import put_data
-from mindspeed_mm.provider.draft import FROM_FLAGS
 from mindspeed_mm.provider.flags import FLAGS, by_dest
 from mindspeed_mm.provider.json_tree import read_json_tree
 from mindspeed_mm.provider.model_json import put_model
 from mindspeed_mm.provider.parse import count_of, parse
 from mindspeed_mm.provider.preference_rules import preferences
-from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reading import FROM_FLAGS, Reading
 
 RULES: tuple[Callable[[Reading], None], ...] = (
     size_rules.ranks,
@@ -163,7 +162,7 @@ def _put_files(reading: Reading) -> tuple[dict[str, Any], dict[str, Any], dict[s
     found: dict[str, dict[str, Any]] = {"data": {}, "tools": {}, "model": {}}
     for name, dest, put in (
         ("data", "mm_data", put_data),
-        ("tools", "mm_tool", put_tools),
+        ("tools", "mm_tool", _put_tools),
         ("model", "mm_model", put_model),
     ):
         root = _root(reading, name, dest)
@@ -256,7 +255,7 @@ def _idle_notes(reading: Reading) -> list[str]:
     return notes
 
 
-def put_tools(reading: Reading, root: Node) -> None:
+def _put_tools(reading: Reading, root: Node) -> None:
     """Put the profilers' settings; `sorafeature` is for the command that extracts features."""
     sections = {name: entry for name, entry in root.value.items() if name != "sorafeature"}
     if sections:

@@ -25,7 +25,7 @@ from mindspeed_mm.tasks.answer.conversation import begin
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.remote import RemoteModel
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from tests.helpers.hostile import BEHAVIOURS, Hostile, hostile
 from tests.helpers.served import served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

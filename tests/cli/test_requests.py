@@ -17,12 +17,10 @@ import mindspeed_mm
 from mindspeed_mm.cli import requests as made
 from mindspeed_mm.core.request import Request, RequestField, all_fields, words_of
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
-from mindspeed_mm.tasks.requests.chat import ChatRequest
-from mindspeed_mm.tasks.requests.convert import ConvertRequest
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
-from mindspeed_mm.tasks.requests.export import ExportRequest, ExtractRequest, MergeRequest
-from mindspeed_mm.tasks.requests.infer import InferRequest
+from mindspeed_mm.tasks.requests.export import ConvertRequest, ExportRequest, ExtractRequest, MergeRequest
+from mindspeed_mm.tasks.requests.infer import ChatRequest, InferRequest
 from mindspeed_mm.tasks.requests.init import InitRequest
 from mindspeed_mm.tasks.requests.look import (
     CompletionRequest,
@@ -39,9 +37,14 @@ from mindspeed_mm.tasks.requests.measure import (
     ProfilingRequest,
     VerifyRequest,
 )
-from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
 from mindspeed_mm.tasks.requests.serve import ServeRequest
-from mindspeed_mm.tasks.requests.train import CheckRequest, TrainRequest
+from mindspeed_mm.tasks.requests.train import (
+    CheckRequest,
+    ReferenceRequest,
+    RolloutsRequest,
+    ScoreRequest,
+    TrainRequest,
+)
 
 REQUESTS: tuple[type[Request], ...] = (
     ChatRequest, CheckRequest, CompletionRequest, ConfigRequest, ConvertRequest, DataCheckRequest, DataPreviewRequest,

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.ui import UiRequest, check_request
+from mindspeed_mm.tasks.requests.serve import Access, UiRequest, check_ui_request
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits, WireLimits
@@ -61,7 +60,7 @@ def served_board(folder: Path, access: Access | None = None, **asked: Any) -> It
     request = UiRequest(folder, **asked)
     jobs = Jobs(folder.resolve())
     try:
-        with listening(board.build_app(request, access or check_request(request), jobs), request.limits) as address:
+        with listening(board.build_app(request, access or check_ui_request(request), jobs), request.limits) as address:
             yield address
     finally:
         jobs.end()

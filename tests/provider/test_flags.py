@@ -17,8 +17,7 @@ from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule
-from mindspeed_mm.provider.flags import FLAGS, by_dest
-from mindspeed_mm.provider.launch_flag import LaunchFlag
+from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest
 from mindspeed_mm.provider.parse import fill_absent, parse
 from mindspeed_mm.provider.translate import RULES, Translated, from_flags, translate
 

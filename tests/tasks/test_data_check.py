@@ -22,10 +22,9 @@ from mindspeed_mm.tasks.data.facts import RowFacts
 from mindspeed_mm.tasks.data.faults import kind_of
 from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save
 from mindspeed_mm.tasks.data.page import check_page
-from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.tokens import special_texts
-from mindspeed_mm.tasks.data.words import check_lines
+from mindspeed_mm.tasks.data.words import Paint, check_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.helpers.tiny_processors import byte_tokenizer
 from tests.tasks.data_rows import GOOD_ROWS, add_rows, bad_rows, basics, conversation, make_run

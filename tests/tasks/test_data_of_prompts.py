@@ -13,8 +13,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
-from mindspeed_mm.tasks.data.paint import Paint
-from mindspeed_mm.tasks.data.preview_words import preview_lines
+from mindspeed_mm.tasks.data.words import Paint, preview_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.fsdp.data.row_formats import FORMATS, PICTURE, QUESTION
 from tests.helpers.tiny_run import make_tiny_run

@@ -24,10 +24,9 @@ from mindspeed_mm.tasks.data.media_views import sound_uri, view_medium, wave_poi
 from mindspeed_mm.tasks.data.micro_batch import PackedDocument, view_batch
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.page import preview_page
-from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.preview import Preview
-from mindspeed_mm.tasks.data.preview_words import preview_lines
 from mindspeed_mm.tasks.data.tokens import TokenReader
+from mindspeed_mm.tasks.data.words import Paint, preview_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_media import write_video

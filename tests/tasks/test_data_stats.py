@@ -15,9 +15,8 @@ from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.data import stats
 from mindspeed_mm.tasks.data.histogram import histogram, percentiles
 from mindspeed_mm.tasks.data.page import stats_page
-from mindspeed_mm.tasks.data.paint import Paint, bars
 from mindspeed_mm.tasks.data.stats import DataStats, PackingEstimate, packing_at, padded_fill
-from mindspeed_mm.tasks.data.words import stats_lines
+from mindspeed_mm.tasks.data.words import Paint, bars, stats_lines
 from mindspeed_mm.tasks.requests.data import DataStatsRequest
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page, external

@@ -19,8 +19,7 @@ from mindspeed_mm.tasks.data import check as data_check
 from mindspeed_mm.tasks.data import preview, stats
 from mindspeed_mm.tasks.data.micro_batch import view_batch
 from mindspeed_mm.tasks.data.opening import open_data
-from mindspeed_mm.tasks.data.paint import Paint
-from mindspeed_mm.tasks.data.words import check_lines
+from mindspeed_mm.tasks.data.words import Paint, check_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.tasks.data import preview
 from mindspeed_mm.tasks.report import report
-from mindspeed_mm.tasks.report.page import MOST_ROWS, training_rows
+from mindspeed_mm.tasks.report.report import MOST_ROWS, training_rows
 from mindspeed_mm.tasks.requests.data import DataPreviewRequest
 from tests.tasks.data_rows import make_run
 from tests.tasks.test_report import Page, external

@@ -21,8 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.scoring import score
 from mindspeed_mm.fsdp.utils.media_files import write_media
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report import samples as report_samples
-from mindspeed_mm.tasks.report.media import MOST_FRAMES, load, show
-from mindspeed_mm.tasks.report.samples import Round, read_rounds, sample_grid, spread
+from mindspeed_mm.tasks.report.samples import MOST_FRAMES, Round, load, read_rounds, sample_grid, show, spread
 from tests.tasks.test_report import Page, external
 
 

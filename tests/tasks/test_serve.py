@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve import chat
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.served import NAME, served

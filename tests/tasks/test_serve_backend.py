@@ -22,8 +22,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve import backend, serve
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.served import NAME, served

@@ -18,8 +18,7 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve import listening as serving
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.runs import mm

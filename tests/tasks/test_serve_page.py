@@ -14,7 +14,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.browser import Page, browser, find_chromium
 from tests.helpers.served import NAME, served

@@ -31,8 +31,7 @@ from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice,
 from mindspeed_mm.fsdp.utils import media_files
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.serve import ServeRequest
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.serve import engine_of
 from tests.helpers.served import NAME, served

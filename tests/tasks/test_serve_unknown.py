@@ -24,12 +24,12 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.app import routes_of
 from mindspeed_mm.tasks.serve.backend import Backend
+from mindspeed_mm.tasks.serve.fields import Names
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.metrics import Metrics
-from mindspeed_mm.tasks.serve.names import Names
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

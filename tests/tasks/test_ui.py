@@ -24,8 +24,7 @@ from mindspeed_mm.cli.ui import command
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.ui import UiRequest, check_request
+from mindspeed_mm.tasks.requests.serve import Access, UiRequest, check_ui_request
 from mindspeed_mm.tasks.ui import form, jobs
 from tests.helpers.many_runs import make_run
 from tests.helpers.served import served_board
@@ -145,9 +144,9 @@ def test_foreign_pages_and_names_are_refused(address: str) -> None:
 
 def test_other_machines_need_a_key(root: Path) -> None:
     with pytest.raises(UsageError, match="there is no key"):
-        check_request(UiRequest(root, host="0.0.0.0"))
+        check_ui_request(UiRequest(root, host="0.0.0.0"))
     with pytest.raises(UsageError, match="no such folder"):
-        check_request(UiRequest(root / "missing"))
+        check_ui_request(UiRequest(root / "missing"))
 
 
 def test_who_may_only_look_makes_and_starts_nothing(root: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from tests.helpers.browser import Page, browser, find_chromium
 from tests.helpers.many_runs import make_run
 from tests.helpers.served import served_board

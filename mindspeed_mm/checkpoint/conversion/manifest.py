@@ -156,6 +156,7 @@ def _read_written(content: Mapping[str, object], records: Records, root: Path) -
         except ValueError as error:
             raise _no_manifest(root, str(error), name) from error
     for name in written:
+        # Weights without records of their tensors would be read later, compared with nothing.
         if name.endswith(_WEIGHTS) and name not in records:
             raise _no_manifest(root, "lists no tensors", name)
     for name in records:
@@ -174,6 +175,7 @@ def _table(content: Mapping[str, object], key: str, root: Path) -> dict[str, obj
 
 
 def _check_name(name: str, root: Path) -> None:
+    # A manifest comes from elsewhere: no name in it may lead out of the folder.
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or str(path) != name or name == "." or "\0" in name:
         raise _no_manifest(root, "is not a name in this folder", f"{name!r:.80}")
@@ -300,6 +302,7 @@ def _share(records: Records, part: int, parts: int) -> Records:
     position = 0
     for name, found in records.items():
         for key, record in found.items():
+            # Empty tensors at the very end begin behind the last byte: they belong to the last share.
             if min(position, total - 1) * parts // total == part:
                 held.setdefault(name, {})[key] = record
             position += record.size_bytes
@@ -325,6 +328,7 @@ def _compare(root: Path, records: Records, problems: list[Problem], progress: Wo
     of_tensors = differences(root, records, _kinds_of(root, records), progress, alone=False)
     if progress is not None:
         progress.end()
+    # The slash makes this a comparison of whole names, and covers the files below a distributed checkpoint.
     shown_by_tensors = tuple(f"{problem.where}/" for problem in of_tensors)
     all_problems = list(of_tensors)
     for problem in problems:

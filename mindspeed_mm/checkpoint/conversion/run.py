@@ -184,6 +184,7 @@ def convert(
     """
     if not in_place:
         check_target(target, overwrite=writing.overwrite, sources=conversion.sources)
+    # What can be refused is refused before anything is written: conversions take up to hours.
     check_complete(conversion)
     check_space(conversion, target)
     progress = None
@@ -223,6 +224,7 @@ def check_complete(conversion: Conversion) -> None:
         left_out=conversion.left_out,
         dropped=conversion.dropped,
     )
+    # Shards of one folder share their keys; the same key in another folder is another tensor.
     homes: dict[str, str] = {}
     problems = []
     for name, file in conversion.files.items():
@@ -269,6 +271,7 @@ def _write(
     for name, file in conversion.files.items():
         found = records[name] = {}
 
+        # `found` is bound here: a closure would note into the table of the last file.
         def note(key: str, tensor: torch.Tensor, found: dict[str, TensorRecord] = found) -> None:
             found[key] = TensorRecord.of(tensor)
             if not is_finite(tensor):

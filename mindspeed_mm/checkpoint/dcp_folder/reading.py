@@ -106,6 +106,7 @@ class _ChunkedTensor(Stored):
             self._longest.append(max((chunk.sizes[dim] for chunk in chunks), default=0))
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # A lone chunk is the whole tensor, which the reader keeps for the next part that is asked for.
         if len(self._chunks) < 2:
             super()._copy_to(out, region)
             return

@@ -58,6 +58,7 @@ def _pieces(
             f"cannot be divided by tensor parallelism of {size}: {error}", key=name, way_out="Choose another tp_size."
         ) from error
     expert_ranks, local_expert = _expert_ranks(name, model, layout)
+    # A tower may be divided among fewer tensor ranks than the text: those beyond hold its pieces again.
     for place, local in _places(local_expert, tower, layout):
         for tp in range(layout.tp):
             for ep in expert_ranks:
@@ -72,6 +73,7 @@ def times_written(whole: Tensors, model: MegatronModel, layout: MegatronLayout) 
         model: Names, cuts and stages.
         layout: Checked against the model.
     """
+    # With several stages the last one has a copy of the embedding as its head.
     tied = model.tied_head and layout.stages > 1
     found: dict[str, int | None] = {}
     for name, tensor in whole.items():

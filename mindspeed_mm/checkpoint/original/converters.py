@@ -173,7 +173,7 @@ class MMCommands(OriginalCommands):
             prefix: What the names in MindSpeed's files begin with.
             ema_model: Take the moving average of the weights.
         """
-        opened = partial(open_trained, iteration=iteration, prefix=prefix, average=ema_model)
+        opened = partial(_open_trained, iteration=iteration, prefix=prefix, average=ema_model)
         return self._convert(cfg, Naming.MM, Naming.MM, open_source=opened)
 
     def resplit(self, cfg: ConvertGeneratorConfig) -> Converted:
@@ -249,7 +249,7 @@ class HunyuanVideoConverter(MMCommands, Converter):
 
     def t2v_text_encoder(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Take the language model out of a LLaVA folder: HunyuanVideo's text encoder, in half precision."""
-        return convert_text_encoder(cfg.source_path, cfg.target_path, stream=sys.stderr)
+        return _convert_text_encoder(cfg.source_path, cfg.target_path, stream=sys.stderr)
 
 
 # --- LayerZeRO --------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class FlatPieces:
 
 
 @contextmanager
-def open_trained(
+def _open_trained(
     path: Path, *, iteration: int | None = None, prefix: str = "predictor", average: bool = False
 ) -> Iterator[GeneratorWeights]:
     """Open what a run trained, for the length of the `with` block.
@@ -363,7 +363,7 @@ _PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.
 _TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges")
 
 
-def convert_text_encoder(source: Path, target: Path, *, stream: TextIO | None = None) -> Converted:
+def _convert_text_encoder(source: Path, target: Path, *, stream: TextIO | None = None) -> Converted:
     """Write the language model in half precision, with its tokenizer; the rest of the folder is left out.
 
     Args:

@@ -21,7 +21,7 @@ from mindspeed_mm.core.redaction import REDACTED, redact, remember_secrets
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
-from mindspeed_mm.fsdp.params.rules.memory import memory_notes
+from mindspeed_mm.fsdp.params.rules.plan import memory_notes
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
@@ -41,7 +41,6 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
 )
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths, read_token_files
-from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.yaml.speech_files import check_speech_sizes, settle_speech_files
 from mindspeed_mm.fsdp.params.yaml.tree import (
     Node,
@@ -54,7 +53,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
     text_at,
     value_at_key,
 )
-from mindspeed_mm.fsdp.params.yaml.unknown_keys import judge_keys
+from mindspeed_mm.fsdp.params.yaml.unknown_keys import build_scope, check_ids, fill_declared, judge_keys, own_model_keys
 from mindspeed_mm.fsdp.params.yaml.value_messages import problems_of
 
 __all__ = [

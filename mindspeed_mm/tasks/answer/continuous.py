@@ -88,7 +88,7 @@ class ContinuousWorker:
         self._thread = threading.Thread(target=self._listen, name="continuous", daemon=True)
         self._thread.start()
         try:
-            try_out(generator, self._added)
+            _try_out(generator, self._added)
         except BaseException:
             self.close(0)
             raise
@@ -302,7 +302,7 @@ class ContinuousWorker:
 # Whether continuous batching gives a model's own answers: what can be seen of it, and a trial.
 
 _NEEDS_TRANSFORMERS = "5.23"
-"""Earlier ones name its settings otherwise, and their paged attention refuses the plain pass of `try_out`."""
+"""Earlier ones name its settings otherwise, and their paged attention refuses the plain pass of `_try_out`."""
 _HONOURED = frozenset(
     ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "bos_token_id",
      "pad_token_id", "max_length", "max_new_tokens", "transformers_version", "use_cache", "_from_model_config")
@@ -347,7 +347,7 @@ def why_not(generator: Generator) -> str | None:
     return None
 
 
-def try_out(generator: Generator, ask: Callable[[LiveAnswer, Callable[[], Chooser | None]], Future[Answer]]) -> None:
+def _try_out(generator: Generator, ask: Callable[[LiveAnswer, Callable[[], Chooser | None]], Future[Answer]]) -> None:
     """Have two questions answered at a time, and compare the scores with those of a plain pass: nothing else tells
     whether all layers of a model read the paged cache, the positions and the masks that they are handed.
 

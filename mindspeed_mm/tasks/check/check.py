@@ -327,7 +327,7 @@ class _Check:
         from mindspeed_mm.fsdp.data import build_mm_dataset
         from mindspeed_mm.fsdp.train.run.data import build_loader, build_validation_loader
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
-        from mindspeed_mm.tasks.check.samples import notes_on_epochs, warnings_of_samples
+        from mindspeed_mm.tasks.check.batch import notes_on_epochs, warnings_of_samples
 
         arguments = in_one_process(self.config.arguments)
         if draws_samples(arguments):
@@ -458,8 +458,7 @@ class _Check:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
         from mindspeed_mm.fsdp.loss.objectives import is_models_own
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
-        from mindspeed_mm.tasks.check.batch_notes import notes_on_beginnings, notes_on_keys
-        from mindspeed_mm.tasks.check.forward import check_arguments
+        from mindspeed_mm.tasks.check.batch import check_arguments, notes_on_beginnings, notes_on_keys
 
         model = self.outline.model
         self._collect([partial(check_processor, model, self.processor)])

@@ -26,10 +26,9 @@ from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, len
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix, Terms, find_all, to_dict
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram
-from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.scan import scan
-from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
+from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics, SourceShare, shares
 from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
 
@@ -189,7 +188,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     result.rows, result.read, result.usable = data.rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     result.samples, result.cut = len(tally.sample_lengths(basic)), tally.longer_documents(basic)
-    elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
+    elsewhere = None if is_denoised(dataset) else partial(_search_media, dataset, basic)
     findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere)
     findings += _of_template(data, tally)
     if is_denoised(dataset):
@@ -228,7 +227,7 @@ def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     for row in tally.index[:_COMPARED_ROWS]:
         with contextlib.suppress(MMError):  # a finding of its own
             samples.append(data.dataset.sample(row))
-    return list(template_findings(template, data.processor(), samples))
+    return list(_template_findings(template, data.processor(), samples))
 
 
 # --- media ------------------------------------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ _MOST_TRIED = 200
 _SUBFOLDERS = ("images", "image", "media", "videos", "audios", "data")
 
 
-def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
+def _search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
     """Settings of `dataset_dir` under which the media of rows would be found: the best; none when nothing helps."""
     tried = rows[:_MOST_TRIED]
     if not dataset.has_rows:
@@ -321,7 +320,7 @@ _PROBE = (
 )
 
 
-def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
+def _template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
     """Warnings about a template.
 
     Args:

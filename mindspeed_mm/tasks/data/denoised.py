@@ -1,11 +1,14 @@
-"""Samples of generators: findings, statistics and what a preview tells of one."""
+"""Samples of generators: findings, statistics and what a preview tells of one, with the media that a row names beside
+the target: sources, masks, controls, sounds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TypedDict
+from typing import TypedDict, TypeVar
+
+import numpy as np
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -13,18 +16,9 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
-from mindspeed_mm.tasks.data.facts import DenoisedFacts
+from mindspeed_mm.tasks.data.facts import DenoisedFacts, RoleFacts
 from mindspeed_mm.tasks.data.findings import DataFinding, Fix, rows_told
 from mindspeed_mm.tasks.data.histogram import percentiles
-from mindspeed_mm.tasks.data.role_stats import (
-    RoleStats,
-    percentile_line,
-    role_lines,
-    role_stats,
-    shares,
-    times_each,
-    with_counts,
-)
 from mindspeed_mm.tasks.data.tally import RowStatistics
 
 SIZES = "data.dataset_param.preprocess_parameters"
@@ -196,7 +190,7 @@ def denoised_stats(tally: RowStatistics) -> DenoisedStats | None:
         "fps": {f"{rate:g}": count for rate, count in rates.most_common()},
         "cut_share": shares(cut),
         "enlarged": shares(enlarged),
-        "roles": role_stats(facts.roles for _, facts in tally.denoised),
+        "roles": _role_stats(facts.roles for _, facts in tally.denoised),
     }
 
 
@@ -209,16 +203,16 @@ def denoised_lines(stats: DenoisedStats) -> list[str]:
         lines.append(f"  {size:>16}  {count:>9,}  {count / total:>6.1%}")
     if len(buckets) > _MOST_BUCKETS:
         lines.append(f"  … and {len(buckets) - _MOST_BUCKETS} more")
-    lines += percentile_line("tokens of the longest caption", stats["caption_tokens"])
-    lines += percentile_line("frames of a clip", stats["frames"])
-    lines += percentile_line("share of a medium that is cut away", stats["cut_share"])
-    lines += percentile_line("times that a medium is enlarged", stats["enlarged"])
+    lines += _percentile_line("tokens of the longest caption", stats["caption_tokens"])
+    lines += _percentile_line("frames of a clip", stats["frames"])
+    lines += _percentile_line("share of a medium that is cut away", stats["cut_share"])
+    lines += _percentile_line("times that a medium is enlarged", stats["enlarged"])
     if stats["fps"]:
         rates = with_counts(stats["fps"])[:_MOST_RATES]
         lines.append(f"  frames a second: {', '.join(rates)}")
     lines.append(f"  captions of a row: {', '.join(times_each(stats['captions_of_a_row']))}")
     lines.append(f"  captions cut: {stats['captions_cut']:,}, empty: {stats['captions_empty']:,}")
-    return lines + role_lines(stats["roles"])
+    return lines + _role_lines(stats["roles"])
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
@@ -252,3 +246,100 @@ def _medium_words(header: MediaHeader, change: SizeChange) -> str:
         medium += f", {header.frames} frames at {header.fps:g} a second"
     scaled = "enlarged" if change.enlarged > 1 else "scaled"
     return f"{medium}: {scaled} {change.enlarged:.3g} times, {change.cut:.1%} cut away"
+
+
+# --- media beside the target ------------------------------------------------------------------------------------------
+
+_Key = TypeVar("_Key")
+
+_MOST_SIZES = 5
+
+
+class RoleStats(TypedDict):
+    """What the media of one role are like, for machines."""
+
+    kinds: dict[str, int]
+    """Kind → media."""
+    sizes: dict[str, int]
+    """The most frequent sizes as `width × height`, with their media."""
+    frames: Mapping[str, float]
+    seconds: dict[str, float]
+    cut_share: dict[str, float]
+
+
+def _role_stats(samples: Iterable[Sequence[RoleFacts]]) -> dict[str, RoleStats]:
+    """Role → statistics of its media in all samples."""
+    by_role: dict[str, list[RoleFacts]] = {}
+    for roles in samples:
+        for each in roles:
+            by_role.setdefault(each.role, []).append(each)
+    return {role: _of_role(found) for role, found in by_role.items()}
+
+
+def _of_role(found: Sequence[RoleFacts]) -> RoleStats:
+    kinds: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    frames, seconds, cut = [], [], []
+    for each in found:
+        medium = each.medium
+        kinds[medium.kind] += 1
+        if medium.width:
+            sizes[f"{medium.width} × {medium.height}"] += 1
+            cut.append(each.cut)
+        if medium.frames > 1:
+            frames.append(medium.frames)
+        if medium.seconds:
+            seconds.append(medium.seconds)
+    return {
+        "kinds": dict(kinds.most_common()),
+        "sizes": dict(sizes.most_common(_MOST_SIZES)),
+        "frames": percentiles(frames),
+        "seconds": shares(seconds),
+        "cut_share": shares(cut),
+    }
+
+
+def shares(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 95th percentile and most of some values; nothing of none."""
+    if not values:
+        return {}
+    found = {"mean": float(np.mean(values))}
+    for name, percent in {"p50": 50, "p95": 95, "max": 100}.items():
+        found[name] = float(np.percentile(values, percent, method="inverted_cdf"))
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def _role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
+    """Return lines of text with the statistics of each role: kinds, sizes, frames, seconds and share cut away."""
+    lines = []
+    for role, told in stats.items():
+        lines.append(f"  {role.replace('_', ' ')}: {', '.join(times_each(told['kinds']))}")
+        if told["sizes"]:
+            sizes = with_counts(told["sizes"])[:_MOST_SIZES]
+            lines.append(f"    most frequent sizes (width × height): {', '.join(sizes)}")
+        lines += _percentile_line("  frames", told["frames"])
+        lines += _percentile_line("  seconds", told["seconds"])
+        lines += _percentile_line("  share that is cut away", told["cut_share"])
+    return lines
+
+
+def _percentile_line(title: str, values: Mapping[str, float]) -> list[str]:
+    """One line of named values; none where there are no values."""
+    if not values:
+        return []
+    return [f"  {title}: {named_numbers(values)}"]
+
+
+def named_numbers(values: Mapping[str, float]) -> str:
+    """Join names and numbers in one line of text, such as `median 12, largest 1,200`."""
+    return ", ".join(f"{name} {value:,}" for name, value in values.items())
+
+
+def times_each(counts: Mapping[_Key, int]) -> list[str]:
+    """`1,200 × image` of each."""
+    return [f"{count:,} × {name}" for name, count in counts.items()]
+
+
+def with_counts(counts: Mapping[_Key, int]) -> list[str]:
+    """Return each key with its count as text, such as `640×480 (1,200)`."""
+    return [f"{name} ({count:,})" for name, count in counts.items()]

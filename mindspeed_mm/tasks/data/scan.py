@@ -68,6 +68,8 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
     if not workers:
         yield from map(reader.__getitem__, parts)
         return
+    # A forked worker has the data set and the libraries already; another start method would import them for
+    # seconds.
     forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
     loader: Any = DataLoader(
         reader,
@@ -92,4 +94,5 @@ def _pass_chunk(chunk: list[RowFacts]) -> list[RowFacts]:
 
 
 def _init_worker(_: int) -> None:
+    # The workers share the cores already, and tokenizers warns of its own threads after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -16,9 +16,8 @@ from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.check import look_through
 from mindspeed_mm.tasks.data.denoised import DenoisedStats, denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram, percentiles
-from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import open_data
-from mindspeed_mm.tasks.data.tally import MEDIA, RowStatistics
+from mindspeed_mm.tasks.data.tally import MEDIA, RowStatistics, SourceShare, shares
 from mindspeed_mm.tasks.requests.data import DataStatsRequest
 
 _PACKED_ROWS = 100_000

@@ -28,8 +28,7 @@ from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import Question as OfQuestion
 from mindspeed_mm.tasks.evaluate.comparing import by_question, compare_samples
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
-from mindspeed_mm.tasks.evaluate.judge import Judge
-from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
+from mindspeed_mm.tasks.evaluate.judge import Judge, Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 

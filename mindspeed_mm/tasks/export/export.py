@@ -69,7 +69,7 @@ def run(request: ExportRequest) -> Exported:
     shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
     if source.is_dir() and is_megatron_folder(source):
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
-    plain = None if model_folder is not None or request.merge else model_without_folder(source)
+    plain = None if model_folder is not None or request.merge else _model_without_folder(source)
     if plain is not None:
         checkpoint, taken, sizes, why = write_plain(
             source,
@@ -178,7 +178,7 @@ model.load_state_dict(weights)  # a {model}
 """
 
 
-def model_without_folder(source: Path) -> str | None:
+def _model_without_folder(source: Path) -> str | None:
     """The class of a run's model that came from no folder; None: it came from one, or nothing tells.
 
     Args:
@@ -207,7 +207,7 @@ def write_plain(
     """Write the weights of a checkpoint under the model's own names.
 
     Args:
-        source: As of `model_without_folder`.
+        source: As of `_model_without_folder`.
         target: The folder to write.
         model: The class.
         step: Which of the run's checkpoints.

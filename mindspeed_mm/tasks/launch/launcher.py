@@ -62,7 +62,7 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
     check_device_count(nproc)
     with (
         tempfile.TemporaryDirectory(prefix="mm-launch-") as name,
-        quiet_agent(),
+        _quiet_agent(),
         meeting_place(os.environ) as (words, inherited),
     ):
         folder = LaunchFolder(Path(name))
@@ -175,7 +175,7 @@ def _blame(code: int, failure: RankFailure, rank: int) -> tuple[int, float, int]
 # torchrun's agent as `mm … --nproc N` uses it: ranks meet on loopback where they share a host, and none that hangs
 # holds up the end.
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def meeting_place(environment: Mapping[str, str]) -> Iterator[tuple[list[str], d
     store = _loopback_store()
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
     inherited = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in environment else {}
-    yield ["--nnodes=1", "--node-rank=0", f"--master-addr={LOOPBACK}", f"--master-port={store.port}"], inherited
+    yield ["--nnodes=1", "--node-rank=0", f"--master-addr={_LOOPBACK}", f"--master-port={store.port}"], inherited
 
 
 def _loopback_store() -> Any:
@@ -201,11 +201,11 @@ def _loopback_store() -> Any:
     from torch.distributed import TCPStore
 
     with socket.socket() as listening:
-        listening.bind((LOOPBACK, 0))
+        listening.bind((_LOOPBACK, 0))
         listening.listen()
         port = listening.getsockname()[1]
         return TCPStore(
-            LOOPBACK,
+            _LOOPBACK,
             port,
             is_master=True,
             multi_tenant=True,
@@ -268,7 +268,7 @@ def ending_within(grace_s: Callable[[], float]) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_agent() -> Iterator[None]:
+def _quiet_agent() -> Iterator[None]:
     """The agent logs each failure at length; what a person needs of it is said by the launcher's last words."""
     before = logging.root.manager.disable
     if os.environ.get("MM_TRACEBACK") != "1":

@@ -12,7 +12,7 @@ from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.core.request import words_of
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest
+from mindspeed_mm.tasks.requests.train import ReferenceRequest
 
 
 @dataclass(frozen=True)

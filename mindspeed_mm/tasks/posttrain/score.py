@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.tasks.requests.posttrain import ScoreRequest
+from mindspeed_mm.tasks.requests.train import ScoreRequest
 
 if TYPE_CHECKING:
     from PIL import Image

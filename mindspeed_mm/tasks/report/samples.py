@@ -1,16 +1,24 @@
-"""What a generator made while it was trained, as a grid: a prompt and what came of it round by round."""
+"""What a generator made while it was trained, as a grid: a prompt and what came of it round by round; and media for a
+page: small enough, inside the page, moving where they moved."""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks.report.media import Shown, show
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.report.data import Record
@@ -86,3 +94,74 @@ def _pictures(each: Round, numbers: Sequence[int]) -> dict[int, list[Shown]]:
         if entry["number"] in numbers and len(shown.get(entry["number"], ())) < MOST_OF_EACH:
             shown.setdefault(entry["number"], []).append(show(str(entry["file"]), media))
     return shown
+
+
+# --- media on a page --------------------------------------------------------------------------------------------------
+
+PICTURE_PIXELS, CLIP_PIXELS = 256, 160
+"""Longest sides shown."""
+_SMALL_PIXELS = 72
+"""Pictures up to this height are shown larger than they are, with sharp pixels and without loss."""
+MOST_FRAMES = 24
+
+Shown = dict[str, Any]
+"""`name`, and `source` (a data URI) with `small`; or an empty `source` and what is the `trouble`."""
+
+
+def show(name: str, media: MediaLoader) -> Shown:
+    """A picture or a clip by its name; what is wrong with it when it cannot be read."""
+    try:
+        image = load(name, media)
+    except DataError as error:
+        return {"name": name, "source": "", "trouble": error.problems[0].what}
+    return {"name": name, **image}
+
+
+def load(name: str, media: MediaLoader) -> Shown:
+    """As `show`. Raises `DataError` when the file cannot be read."""
+    if PurePath(name).suffix.lower() != ".mp4":
+        return _picture(media.load_image(name))
+    with media.open(name) as file:
+        header = probe_video(file, name)
+        interval = math.ceil(header.frames / MOST_FRAMES)
+        frames = (header.frames - 1) // interval + 1
+        file.seek(0)
+        clip_CTHW = read_clip(file, frames, ClipSampling(frame_interval=interval), np.asarray, name)
+    images = [Image.fromarray(frame) for frame in clip_CTHW.transpose(1, 2, 3, 0)]
+    return _clip(images, interval / header.fps)
+
+
+def _picture(image: Image.Image) -> Shown:
+    is_small = image.height <= _SMALL_PIXELS
+    image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+    data = io.BytesIO()
+    if is_small:
+        kind = "png"
+        image.save(data, kind, optimize=True)
+    else:
+        kind = "jpeg"
+        image.save(data, kind, optimize=True, quality=80)
+    return {"source": _uri(kind, data), "small": is_small}
+
+
+def _clip(frames: Sequence[Image.Image], seconds_each: float) -> Shown:
+    """An animated WebP that begins again at its end."""
+    is_small = frames[0].height <= _SMALL_PIXELS
+    for frame in frames:
+        frame.thumbnail((CLIP_PIXELS, CLIP_PIXELS))
+    data = io.BytesIO()
+    frames[0].save(
+        data,
+        "webp",
+        save_all=True,
+        append_images=frames[1:],
+        duration=max(1, round(1000 * seconds_each)),
+        loop=0,
+        lossless=is_small,
+        quality=60,
+    )
+    return {"source": _uri("webp", data), "small": is_small}
+
+
+def _uri(kind: str, data: io.BytesIO) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"

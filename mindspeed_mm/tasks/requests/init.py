@@ -1,4 +1,4 @@
-"""What `mm init` is asked."""
+"""What `mm init` and `mm quickstart` are asked."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ class InitRequest(Request):
     out: Path = option("YAML to write; a script with the same name is written beside it.", Path("run.yaml"))
     overwrite: bool = option("Replace the files that are there.", False)
     as_json: bool = option("Print what was chosen as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class QuickstartRequest(Request):
+    """A folder for the data, the model and the run of the quick start."""
+
+    folder: Path = argument(default=Path("runs/digits"))
+    as_json: bool = option("Print a summary as JSON; progress goes to stderr.", False, flag="--json")

@@ -1,7 +1,10 @@
-"""What is asked of `mm serve`, and what of it does not go together: known before torch is imported."""
+"""What is asked of `mm serve` and `mm ui`, who may ask a server of ours, and which options do not go together: known
+before torch or the web server is imported."""
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,9 +13,73 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.request import Request, argument, group, option
 from mindspeed_mm.tasks.model_kind import kind_of_path
-from mindspeed_mm.tasks.requests.access import Access, access_of
-from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option, plugin_option
-from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option, plugin_option, read_key
+from mindspeed_mm.tasks.serve.limits import Limits, WireLimits
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and what they may name."""
+
+    key: str | None = None
+    """Asked of everybody; None: of nobody."""
+    hosts: frozenset[str] | None = None
+    """Names that the server answers to; None: any."""
+    origins: frozenset[str] = frozenset()
+    """Addresses of pages that may ask, beside this server's own: `https://models.example.org`."""
+    media_folder: Path | None = None
+    """Requests may name files below it."""
+    remote_hosts: frozenset[str] = frozenset()
+    """Requests may name addresses on these."""
+
+
+def _access_of(host: str, key_file: Path | None, origins: Collection[str]) -> Access:
+    """Who may ask a server that listens at an address.
+
+    Args:
+        host: The address.
+        key_file: File with the key that requests must send; None: none is asked for.
+        origins: Addresses of pages that may ask, beside the server's own.
+
+    Raises:
+        UsageError: Other machines could ask without a key; the file holds none; or an origin is not one.
+    """
+    key = read_key(key_file)
+    if not is_loopback(host) and not key:
+        raise UsageError(
+            f"{host} can be reached from other machines, and there is no key",
+            key="--host",
+            way_out="Give --key-file FILE, or leave --host out.",
+        )
+    own_names = frozenset({"127.0.0.1", "localhost", "::1", host.lower()})
+    pages = frozenset(origin.lower().rstrip("/") for origin in origins)
+    _check_origins(pages)
+    return Access(key, own_names if is_loopback(host) else None, pages)
+
+
+def _check_origins(origins: Collection[str]) -> None:
+    """Raise `UsageError` for what no browser names as an origin."""
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if scheme not in ("http", "https") or not separator or not host or set(host) & set("/?#@ "):
+            way_out = "Give scheme, host and port as a browser shows them: https://models.example.org"
+            raise UsageError(f"'{origin}' is not the address of pages", key="--allow-origin", way_out=way_out)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# --- mm serve ---------------------------------------------------------------------------------------------------------
+
 
 OWN, BATCHES, CONTINUOUS = "own", "batches", "continuous"
 
@@ -80,7 +147,7 @@ def check_request(request: ServeRequest) -> Access:
     Raises:
         UsageError: Other machines could ask without a key; the folder of media is none; or options do not go together.
     """
-    access = access_of(request.host, request.key_file, request.origins)
+    access = _access_of(request.host, request.key_file, request.origins)
     if request.nproc > 1 and request.plan is None:
         way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
         raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
@@ -129,3 +196,44 @@ def _check_adapters(request: ServeRequest, is_generator: bool) -> None:
         what = f"the model itself is called '{request.shown_name}', and these adapters could not be asked for"
         way_out = "Call the adapters otherwise, or the model: --name NAME."
         raise UsageError(what, key="--adapter", way_out=way_out)
+
+
+# --- mm ui ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UiRequest(Request):
+    """A folder whose runs are shown, and who may look."""
+
+    folder: Path = argument(default=Path())
+    host: str = option("Address to listen on.", "127.0.0.1")
+    port: int = option("Port to listen on; 0: any free one.", 8010, least=0, most=65535)
+    key_file: Path | None = option("File with the key that browsers must send.")
+    also: tuple[Path, ...] = option(
+        "Folder outside of FOLDER whose rows and media a data preview may show; may be repeated.",
+        (),
+        metavar="FOLDER",
+    )
+    read_only: bool = option("Show runs only; configurations, previews, starting and stopping are refused.", False)
+    origins: tuple[str, ...] = option(
+        "Address of web pages that may use the board, besides its own page, such as https://board.example.org if a "
+        "proxy stands before it; may be repeated.",
+        (),
+        flag="--allow-origin",
+        metavar="ADDRESS",
+    )
+    as_json: bool = option("Print the address as JSON.", False, flag="--json")
+    limits: WireLimits = group(WireLimits)
+
+
+def check_ui_request(request: UiRequest) -> Access:
+    """Who may look.
+
+    Raises:
+        UsageError: A folder is none, or other machines could look without a key.
+    """
+    for folder, key in ((request.folder, "FOLDER"), *((each, "--also") for each in request.also)):
+        if not folder.is_dir():
+            way_out = f"Relative paths start at '{Path.cwd()}'."
+            raise UsageError("there is no such folder", where=str(folder), key=key, way_out=way_out)
+    return _access_of(request.host, request.key_file, request.origins)

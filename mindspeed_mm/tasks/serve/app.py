@@ -15,16 +15,15 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.backend import Backend
 from mindspeed_mm.tasks.serve.chat import ChatRoutes
 from mindspeed_mm.tasks.serve.drawing import DrawRoutes
-from mindspeed_mm.tasks.serve.guard import Guard
-from mindspeed_mm.tasks.serve.guarded import guarded, page_headers
+from mindspeed_mm.tasks.serve.fields import Names
+from mindspeed_mm.tasks.serve.guard import Guard, guarded, page_headers
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
-from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
 from mindspeed_mm.tasks.serve.speaking import SpeechRoutes
 

@@ -24,16 +24,13 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer, Speech
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.serve.answer_fields import AnswerCall
-from mindspeed_mm.tasks.serve.chat_request import read_chat
-from mindspeed_mm.tasks.serve.completion_request import read_completion
-from mindspeed_mm.tasks.serve.failing import failure_of
-from mindspeed_mm.tasks.serve.form import read_form
+from mindspeed_mm.tasks.serve.fields import Names, read_form
+from mindspeed_mm.tasks.serve.guard import failure_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import Metrics
-from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.shapes import ChatShape, Choice, Shape, TextShape
-from mindspeed_mm.tasks.serve.transcription_request import TranscriptionCall, read_transcription
+from mindspeed_mm.tasks.serve.text_requests import TranscriptionCall, read_chat, read_completion, read_transcription
 from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
 
 PIECES_EVERY_S = 0.05

@@ -18,10 +18,9 @@ from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample
 from mindspeed_mm.fsdp.utils.media_files import image_bytes, video_bytes
 from mindspeed_mm.tasks.draw.engine import DrawEngine, DrawJob
-from mindspeed_mm.tasks.serve.fields import RequestFields, read_fields, refuse_unsupported
+from mindspeed_mm.tasks.serve.fields import Names, RequestFields, read_fields, refuse_unsupported
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.metrics import Metrics
-from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
 
 

@@ -1,11 +1,18 @@
-"""Requests in JSON: a field that is not known is an error, and so is one that the server has nothing for."""
+"""Requests in JSON and in `multipart/form-data`, and the name of the model in them. A field that is not known is an
+error, and so is one that the server has nothing for."""
 
 from __future__ import annotations
 
+import io
+import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from werkzeug.exceptions import HTTPException
+from werkzeug.formparser import MultiPartParser
+from werkzeug.http import parse_options_header
 
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
@@ -67,3 +74,76 @@ def _refused_field(error: ValidationError | RecursionError, kind: type[BaseModel
         message = f"'{name}' is not a field of this request. {did_you_mean(name, kind.model_fields)}"
         return RefusedError(400, message, param=name, code="unknown_parameter")
     return RefusedError(400, f"'{name}': {first['msg']}.", param=name, code="invalid_value")
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+_MOST_PARTS = 50
+_LONGEST_FIELD_BYTES = 2**18
+
+
+def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Fields and files of a request by name.
+
+    Raises:
+        RefusedError: It is no form, a broken one, or has two of one name.
+    """
+    kind, options = parse_options_header(content_type)
+    boundary = options.get("boundary", "")
+    if kind != "multipart/form-data" or not boundary:
+        raise RefusedError(415, "the request is not multipart/form-data.", code="invalid_form")
+    parser = MultiPartParser(max_form_memory_size=_LONGEST_FIELD_BYTES, max_form_parts=_MOST_PARTS)
+    try:
+        fields, files = parser.parse(io.BytesIO(body), boundary.encode("ascii", "replace"), len(body))
+    except (ValueError, HTTPException) as error:
+        raise RefusedError(400, f"the form is broken: {error}"[:200], code="invalid_form") from error
+    for given in (fields, files):
+        for name, values in given.lists():
+            if len(values) > 1 and not name.endswith("[]"):
+                raise RefusedError(400, f"the form has '{name[:100]}' twice.", param=name[:100], code="invalid_form")
+    return dict(fields.items()), {name: file.stream.read() for name, file in files.items()}
+
+
+# --- names of the model -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Names:
+    """The model's name, and those of its adapters; a request that gives none means the model without."""
+
+    shown: str
+    adapters: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
+    """What it answers: of `chat`, `transcriptions`, `images`, `videos` and `speech`."""
+    voices: tuple[str, ...] = ()
+    """That requests for speech may name."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check(self, asked: str) -> None:
+        """Raise when a request names another model.
+
+        Raises:
+            RefusedError: With the name of this one.
+        """
+        self.chosen(asked)
+
+    def chosen(self, asked: str) -> str | None:
+        """The adapters that a request names; None: none.
+
+        Raises:
+            RefusedError: It names another model.
+        """
+        if asked in ("", self.shown):
+            return None
+        if asked in self.adapters:
+            return asked
+        known = ", ".join(f"'{name}'" for name in (self.shown, *self.adapters))
+        message = f"there is no model '{asked[:100]}' here, only {known}."
+        raise RefusedError(404, message, param="model", code="model_not_found")
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return an entry of `/v1/models` for the model and for each of its adapters."""
+        facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm", "routes": list(self.routes)}
+        if self.voices:
+            facts["voices"] = list(self.voices)
+        return [{"id": name, **facts} for name in (self.shown, *self.adapters)]

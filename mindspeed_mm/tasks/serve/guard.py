@@ -1,5 +1,5 @@
 """What every request passes before anything looks at it: host, origin, key, content type, size and time of arrival,
-number at a time.
+number at a time. Every server of ours is put together as an application behind this guard.
 
 Any web page may send requests to this machine. A browser names the page's origin in all that could make the server
 compute, and asks first before it sends JSON: a foreign origin is refused, and so is every other content type.
@@ -8,19 +8,27 @@ compute, and asks first before it sends JSON: a foreign origin is refused, and s
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
+import re
+import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.serve.failing import failure_of
+from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.limits import RefusedError, WireLimits
 from mindspeed_mm.tasks.serve.metrics import Metrics
 
@@ -224,3 +232,75 @@ async def _refuse(error: RefusedError, begun: int, scope: Scope, receive: Receiv
     if error.status == 429:
         headers["Retry-After"] = "1"
     await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
+
+
+# --- an application behind the guard ----------------------------------------------------------------------------------
+
+
+def guarded(app: Starlette, limits: WireLimits, access: Access, metrics: Metrics) -> Guard:
+    """An application whose every request passes the guard, which also words all of its errors."""
+    app.add_exception_handler(HTTPException, _no_route)  # type: ignore[arg-type]
+    return Guard(_without_error_pages(app), limits, access, metrics)
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """Headers of an HTML page that runs the scripts it was written with and no others (CSP level 3, hashes), talks to
+    its own server alone, and stands in no other page.
+
+    Args:
+        page: The HTML, with its scripts and styles inside.
+    """
+    hashes = []
+    for script in re.findall(r"(?s)<script>(.*?)</script>", page):
+        digest = hashlib.sha256(script.encode()).digest()
+        hashes.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    return {
+        "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(hashes)}; "
+        "connect-src 'self'; img-src data: blob:; media-src data: blob:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _without_error_pages(app: Starlette) -> ASGIApp:
+    """Errors pass to the guard, which says all of them alike."""
+    stack = app.build_middleware_stack()
+    inner: ASGIApp = getattr(stack, "app", stack)  # inside ServerErrorMiddleware
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = app
+        await inner(scope, receive, send)
+
+    return answer
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    said = {404: f"there is nothing at '{request.url.path[:100]}'.", 405: f"'{request.method}' is not answered here."}
+    known = RefusedError(error.status_code, said.get(error.status_code, str(error.detail)), code="not_found")
+    return JSONResponse(known.body(), error.status_code, error.headers)
+
+
+# --- requests that fail -----------------------------------------------------------------------------------------------
+
+
+def failure_of(error: Exception, param: str | None = None) -> RefusedError:
+    """The answer to a request that failed; the reason is printed to stderr.
+
+    Args:
+        error: Of the model or of the server itself. An error that is an answer stays what it is.
+        param: Field of the request that cannot be answered; None: as the error's key says.
+    """
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, UsageError):
+        return RefusedError.of(error)
+    if isinstance(error, NotFiniteError):
+        sys.stderr.write(f"{error}\n")
+        what = error.problems[0].what.rstrip(".")
+        return RefusedError(500, f"the model failed: {what}.", code="not_finite")
+    if isinstance(error, MachineError | ModelFolderError):
+        sys.stderr.write(f"{error}\n")
+        return RefusedError.of(error, param)
+    traceback.print_exception(error, file=sys.stderr)
+    return RefusedError(500, f"the server failed: {type(error).__name__}.", code="internal_error")

@@ -18,14 +18,16 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.tasks.serve.backend import Backend, as_fields
-from mindspeed_mm.tasks.serve.chat_request import ChatFields, len_of_text
-from mindspeed_mm.tasks.serve.completion_request import CompletionFields, read_completion
-from mindspeed_mm.tasks.serve.fields import read_fields
-from mindspeed_mm.tasks.serve.form import read_form
+from mindspeed_mm.tasks.serve.fields import Names, read_fields, read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
-from mindspeed_mm.tasks.serve.names import Names
-from mindspeed_mm.tasks.serve.transcription_request import check_fields
+from mindspeed_mm.tasks.serve.text_requests import (
+    ChatFields,
+    CompletionFields,
+    check_fields,
+    len_of_text,
+    read_completion,
+)
 from mindspeed_mm.tasks.serve.waiting import within_limit
 
 _BLOCK_BYTES = 2**16

@@ -37,8 +37,7 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.serve import BATCHES, CONTINUOUS, OWN, ServeRequest
+from mindspeed_mm.tasks.requests.serve import BATCHES, CONTINUOUS, OWN, Access, ServeRequest
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
 from mindspeed_mm.tasks.serve.listening import build_server, listen, shown_host

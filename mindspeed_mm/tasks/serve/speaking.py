@@ -18,12 +18,11 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob
 from mindspeed_mm.fsdp.utils.media_files import SoundKind, sound_bytes
 from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
-from mindspeed_mm.tasks.serve.failing import failure_of
-from mindspeed_mm.tasks.serve.fields import RequestFields, read_fields, refuse_unsupported
+from mindspeed_mm.tasks.serve.fields import Names, RequestFields, read_fields, refuse_unsupported
+from mindspeed_mm.tasks.serve.guard import failure_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import Metrics
-from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
 
 

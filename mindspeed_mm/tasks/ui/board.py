@@ -29,11 +29,9 @@ from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks.report.charts import SERIES
 from mindspeed_mm.tasks.report.data import ReportedRun, read_run
-from mindspeed_mm.tasks.report.page import page_environment, render_body
-from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.ui import UiRequest
-from mindspeed_mm.tasks.serve.guard import Guard
-from mindspeed_mm.tasks.serve.guarded import guarded, page_headers
+from mindspeed_mm.tasks.report.report import page_environment, render_body
+from mindspeed_mm.tasks.requests.serve import Access, UiRequest
+from mindspeed_mm.tasks.serve.guard import Guard, guarded, page_headers
 from mindspeed_mm.tasks.serve.limits import RefusedError
 from mindspeed_mm.tasks.serve.listening import build_server, listen, shown_host
 from mindspeed_mm.tasks.serve.metrics import Metrics
@@ -48,7 +46,7 @@ def run(request: UiRequest, access: Access, say: Callable[[str], None]) -> None:
 
     Args:
         request: What is shown, and where.
-        access: Who may look, as `check_request` found it.
+        access: Who may look, as `check_ui_request` found it.
         say: Is told the address.
 
     Raises:
@@ -97,7 +95,7 @@ def build_app(request: UiRequest, access: Access, jobs: Jobs) -> Guard:
     return guarded(Starlette(routes=routes), request.limits, access, Metrics())
 
 
-def board_page() -> str:
+def _board_page() -> str:
     """The page, with its scripts and styles inside: it fetches nothing but what it shows."""
     folder = Path(__file__).parent
     script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -109,7 +107,7 @@ class LookingRoutes:
 
     def __init__(self, board: Board, showing: Showing, jobs: Jobs, read_only: bool) -> None:
         self._board, self._showing, self._jobs, self._read_only = board, showing, jobs, read_only
-        self._page = board_page()
+        self._page = _board_page()
         self._headers = page_headers(self._page)
 
     def routes(self) -> list[Route]:

@@ -64,7 +64,7 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
     if (agreeing := agreeing_rows(dataset, arguments, job.setup)) is not None:
         rows, told = agreeing
-        dataset = part_of(dataset, rows)
+        dataset = _part_of(dataset, rows)
         job = replace(job, rows=rows, setup=replace(job.setup, changes=(*job.setup.changes, told)))
     if not has_one_size(dataset, arguments):
         setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
@@ -182,12 +182,12 @@ def compare(
 ) -> list[Row]:
     """A row for every quantity, with its largest deviation."""
     try:
-        worst = worst_of(deviations(reference, measured, first_step=first_step))
+        worst = _worst_of(deviations(reference, measured, first_step=first_step))
     except RecordsDifferError as error:
         missing = float("inf")
-        return [Row(check, name, tolerance, missing, str(error)) for name in QUANTITIES.values()]
+        return [Row(check, name, tolerance, missing, str(error)) for name in _QUANTITIES.values()]
     rows = []
-    for key, name in QUANTITIES.items():
+    for key, name in _QUANTITIES.items():
         each = worst[key]
         rows.append(Row(check, name, tolerance, each.value, each.place, each.expected, each.found))
     return rows
@@ -225,7 +225,7 @@ def save_records(path: Path, steps: Sequence[StepRecord]) -> None:
     """Write steps as one file."""
     tensors: dict[str, torch.Tensor] = {}
     for number, step in enumerate(steps, start=1):
-        for quantity in QUANTITIES:
+        for quantity in _QUANTITIES:
             value = step[quantity]
             entries = value if isinstance(value, dict) else {"": value}
             for name, tensor in entries.items():
@@ -266,10 +266,10 @@ class PartTrainer(Trainer):
     @override
     def _build_data(self, job: Job) -> RunData:
         data = super()._build_data(job)
-        return data if self.rows is None else replace(data, train=part_of(data.train, self.rows))
+        return data if self.rows is None else replace(data, train=_part_of(data.train, self.rows))
 
 
-def part_of(dataset: MMDataset, rows: Sequence[int]) -> DatasetPart:
+def _part_of(dataset: MMDataset, rows: Sequence[int]) -> DatasetPart:
     """Some rows of a data set."""
     return DatasetPart(dataset, np.asarray(rows), "verified")
 
@@ -314,10 +314,10 @@ def agreeing_rows(dataset: MMDataset, arguments: Arguments, setup: Setup) -> tup
 # Right plans agree to about 1e-15 in fp64, a wrong divisor or a lost reduction is off by 1e-3 and more; a bound of
 # 1e-9 between the two needs no arguing.
 
-SCALE_FLOOR = 1e-3
+_SCALE_FLOOR = 1e-3
 """Deviations of tensors smaller than this are measured against it: nothing can be said about noise."""
 
-QUANTITIES = {"loss": "loss", "gradients": "gradients", "grad_norm": "clip norm", "weights": "weights"}
+_QUANTITIES = {"loss": "loss", "gradients": "gradients", "grad_norm": "clip norm", "weights": "weights"}
 """Key of a record → its name for people, in the order of a step."""
 
 
@@ -330,7 +330,7 @@ class Deviation(NamedTuple):
 
     value: float
     quantity: str
-    """A key of `QUANTITIES`."""
+    """A key of `_QUANTITIES`."""
     step: int
     name: str = ""
     """The parameter."""
@@ -372,7 +372,7 @@ def deviations(
             yield from _of_parameters(expected[quantity], found[quantity], quantity, step)
 
 
-def worst_of(found: Iterable[Deviation]) -> dict[str, Deviation]:
+def _worst_of(found: Iterable[Deviation]) -> dict[str, Deviation]:
     """Quantity → its largest deviation, the first of equal ones."""
     worst: dict[str, Deviation] = {}
     for deviation in found:
@@ -386,7 +386,7 @@ def _of_parameters(
 ) -> Iterable[Deviation]:
     if expected.keys() != found.keys():
         lacking = ", ".join(sorted(expected.keys() ^ found.keys()))
-        raise RecordsDifferError(f"{QUANTITIES[quantity]}, step {step}: only one side has {lacking}")
+        raise RecordsDifferError(f"{_QUANTITIES[quantity]}, step {step}: only one side has {lacking}")
     for name, tensor in expected.items():
         other = found[name]
         if tensor is not None and other is not None:
@@ -405,7 +405,7 @@ def _deviation(expected: torch.Tensor, found: torch.Tensor, quantity: str, step:
     expected, found = expected.double().flatten(), found.double().flatten()
     difference = (expected - found).abs()
     place = int(difference.nan_to_num(nan=math.inf).argmax())
-    scale = max(float(expected.abs().max()), SCALE_FLOOR)
+    scale = max(float(expected.abs().max()), _SCALE_FLOOR)
     value = float(difference[place]) / scale
     value = math.inf if math.isnan(value) else value
     return Deviation(value, quantity, step, name, float(expected[place]), float(found[place]))

@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, imbalance, ne
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, SizeBook
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
-from mindspeed_mm.tasks.check.samples import notes_on_epochs
+from mindspeed_mm.tasks.check.batch import notes_on_epochs
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, names_in, steps_of_all
 from tests.helpers.distributed import run_ranks
 

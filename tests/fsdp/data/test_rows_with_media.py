@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.params.data_args import CollateParam, PreprocessParameters
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
-from mindspeed_mm.tasks.check.batch_notes import notes_on_keys
+from mindspeed_mm.tasks.check.batch import notes_on_keys
 from tests.fsdp.data.conftest import picture
 
 PICTURES = (1, 0, 2)

@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
-from mindspeed_mm.tasks.serve.chat_request import read_chat
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
+from mindspeed_mm.tasks.serve.text_requests import read_chat
 from tests.fsdp.data.conftest import write_jsonl
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_processors import byte_tokenizer, save_processor

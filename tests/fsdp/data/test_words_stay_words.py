@@ -22,8 +22,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
-from mindspeed_mm.tasks.serve.chat_request import read_chat
 from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.serve.text_requests import read_chat
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.helpers.tiny_processors import FAMILIES, build_processor, byte_tokenizer, save_processor, word_tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.fsdp.params.rules.memory import memory_problems
+from mindspeed_mm.fsdp.params.rules.plan import memory_problems
 from tests.fsdp.params.test_checks import arguments
 
 RECOMPUTE = {"features.recompute": True}

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_mm.tasks.report.data import read_run
-from mindspeed_mm.tasks.report.page import summary
+from mindspeed_mm.tasks.report.report import summary
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_run import make_rows, make_tiny_run

@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs, is_stored_l
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.posttrain import reference
-from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest
+from mindspeed_mm.tasks.requests.train import ReferenceRequest
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.counted_patches import counted_patches
 from tests.helpers.parity import compare_steps, full

@@ -11,9 +11,8 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards, models_of_datasets
-from mindspeed_mm.fsdp.params.rules.memory import memory_problems
 from mindspeed_mm.fsdp.params.rules.model import lora_problems, multi_token_problems, token_problems
-from mindspeed_mm.fsdp.params.rules.plan import pipeline_problems, speed_problems
+from mindspeed_mm.fsdp.params.rules.plan import memory_problems, pipeline_problems, speed_problems
 from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
 from mindspeed_mm.fsdp.params.rules.training import evaluation_fits, loss_problems, optimizer_problems, tools_problems
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys, walk_fields

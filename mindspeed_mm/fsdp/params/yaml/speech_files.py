@@ -16,8 +16,8 @@ from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, rename_key
-from mindspeed_mm.fsdp.params.yaml.plugin_scope import DATASETS, has_outside_plugin
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, find, plain, put, take, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.unknown_keys import DATASETS, has_outside_plugin
 
 _LOADER = "data.dataloader_param"
 _MICRO_BATCH = "training.micro_batch_size"

@@ -17,8 +17,7 @@ from mindspeed_mm.core.file_writing import any_of, check_output_file, is_object_
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.generated import vbench
 from mindspeed_mm.tasks.evaluate.generated.encoders import Clip, Dino
-from mindspeed_mm.tasks.evaluate.generated.figures import Measured, mean_of, told
-from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance
+from mindspeed_mm.tasks.evaluate.generated.measures import Measured, frechet_distance, kernel_distance, mean_of, told
 from mindspeed_mm.tasks.evaluate.generated.motion import Flow, consistency_of, flow_of, motion_of
 from mindspeed_mm.tasks.evaluate.generated.pairs import Lpips, likeness
 from mindspeed_mm.tasks.evaluate.generated.samples import Samples, find_samples, is_clip, prompts_of
@@ -218,7 +217,7 @@ def _of_given_features(request: EvaluateRequest, found: _Found) -> dict[str, Mea
         )
     if request.features is None or request.reference_features is None:
         return {}
-    features, real = read_pair(request.features, request.reference_features)
+    features, real = _read_pair(request.features, request.reference_features)
     if len(features) != len(found.own):
         kind = "clips" if len(found.clips) == len(found.own) else "pictures"
         what = f"holds features of {len(features)} {kind}, and there are {len(found.own)}"
@@ -247,7 +246,7 @@ _FEWEST = 2
 """Rows that a covariance and an unbiased estimate take."""
 
 
-def read_features(path: Path, key: str) -> torch.Tensor:
+def _read_features(path: Path, key: str) -> torch.Tensor:
     """The array of a `.npy` file, or the only one of a `.npz` file: a row for each picture, (N, F), in fp64.
 
     Args:
@@ -273,13 +272,13 @@ def read_features(path: Path, key: str) -> torch.Tensor:
     return features_NF
 
 
-def read_pair(own: Path, real: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_pair(own: Path, real: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of generated and of real pictures, (N, F) and (M, F).
 
     Raises:
         DataError: A file is none of features, or they are of different widths.
     """
-    a_NF, b_MF = read_features(own, "--features"), read_features(real, "--reference-features")
+    a_NF, b_MF = _read_features(own, "--features"), _read_features(real, "--reference-features")
     if a_NF.shape[1] != b_MF.shape[1]:
         what = f"has features of width {b_MF.shape[1]}, and '{own}' of {a_NF.shape[1]}"
         raise DataError(what, where=str(real), key="--reference-features", way_out="Compute both with one model.")

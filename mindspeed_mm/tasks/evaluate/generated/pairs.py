@@ -18,8 +18,7 @@ from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks.evaluate.generated.figures import Measured, mean_of
-from mindspeed_mm.tasks.evaluate.generated.measures import psnr, ssim
+from mindspeed_mm.tasks.evaluate.generated.measures import Measured, mean_of, psnr, ssim
 from mindspeed_mm.tasks.evaluate.generated.samples import as_values, frames_of
 
 Pair = tuple[Path, Path]

@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.core.json_file import JsonObject, read_json_object
-from mindspeed_mm.tasks.evaluate.generated.figures import Measured, mean_of
+from mindspeed_mm.tasks.evaluate.generated.measures import Measured, mean_of
 from mindspeed_mm.tasks.evaluate.generated.samples import Samples, is_clip
 from mindspeed_mm.tasks.evaluate.outside import Call, OutsidePackage, Wanted, find_outside
 

@@ -61,7 +61,7 @@ def run(request: EvaluateRequest) -> HarnessResult:
         MachineError: The harness is not installed, the model cannot be served, or the harness found nothing.
     """
     assert request.harness is not None
-    harness, (asked, place) = HARNESSES[request.harness], _model_of(request)
+    harness, (asked, place) = _HARNESSES[request.harness], _model_of(request)
     if isinstance(asked, Folder) and kind_of_path(asked.model) is GENERATOR:
         what = "is a generator, and harnesses ask models that answer"
         way_out = "Measure what it draws: mm evaluate SAMPLES --generated."
@@ -79,7 +79,7 @@ def run(request: EvaluateRequest) -> HarnessResult:
         )
         before = snapshot(files, harness.results)
         code = package.run(call)
-    tasks = harness.read(read_newest(files, harness.results, before))
+    tasks = harness.read(_read_newest(files, harness.results, before))
     if not any(found.figures for found in tasks.values()):
         raise _nothing_found(package, code, tasks)
     result = HarnessResult(tasks, _facts(request, asked, package, time.monotonic() - began))
@@ -198,7 +198,7 @@ def _read_lmms_eval(content: Content) -> dict[str, TaskFigures]:
     results, counts = content.get("results") or {}, content.get("n-samples") or {}
     tasks = {}
     for name, found in results.items():
-        counted = as_number((counts.get(name) or {}).get("effective"))
+        counted = _as_number((counts.get(name) or {}).get("effective"))
         n = None if counted is None else int(counted)
         tasks[name] = TaskFigures(_figures_of_lmms_task(found), n)
     return tasks
@@ -208,7 +208,7 @@ def _figures_of_lmms_task(found: Content) -> dict[str, Figure]:
     figures = {}
     for key, written in found.items():
         metric, comma, chosen = key.rpartition(",")
-        value = as_number(written)
+        value = _as_number(written)
         if not comma or value is None or "_stderr" in metric:
             continue
         error = _standard_error(found, metric, chosen)
@@ -223,7 +223,7 @@ def _standard_error(found: Content, metric: str, chosen: str) -> float | None:
     """Of a figure. Questions about one picture hang together: where the harness knows which, its clustered error is
     right."""
     for kind in ("_clustered", "_clt", ""):
-        error = as_number(found.get(f"{metric}_stderr{kind},{chosen}"))
+        error = _as_number(found.get(f"{metric}_stderr{kind},{chosen}"))
         if error is not None:
             return error
     return None
@@ -248,7 +248,7 @@ def _read_vlmevalkit(content: Content) -> dict[str, TaskFigures]:
 def _of_vlmevalkit_set(found: Content) -> TaskFigures:
     figures = {}
     for name, written in (found.get("metrics") or {}).items():
-        value = as_number(written)
+        value = _as_number(written)
         if value is not None:
             figures[name] = Figure(value)
     chief = found.get("primary_metric") or []
@@ -258,7 +258,7 @@ def _of_vlmevalkit_set(found: Content) -> TaskFigures:
     return TaskFigures(figures, chief=[name for name in chief if name in figures], trouble=trouble)
 
 
-HARNESSES = {
+_HARNESSES = {
     "lmms-eval": Harness(
         Wanted("lmms-eval", "lmms_eval", _KEY, "pip install lmms-eval"),
         _call_lmms_eval,
@@ -324,7 +324,7 @@ class TaskFigures:
         return [f"{task}, {name}: {self.figures[name]}{counted}" for name in names]
 
 
-def as_number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
     """A number that a harness has written, also as text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -335,16 +335,16 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-Snapshot = Mapping[Path, int]
+_Snapshot = Mapping[Path, int]
 """File → when it was changed."""
 
 
-def snapshot(folder: Path, pattern: str) -> Snapshot:
+def snapshot(folder: Path, pattern: str) -> _Snapshot:
     """Files below a folder, by the name that they really have."""
     return {path.resolve(): path.stat().st_mtime_ns for path in folder.rglob(pattern) if path.is_file()}
 
 
-def read_newest(folder: Path, pattern: str, before: Snapshot) -> dict[str, Any]:
+def _read_newest(folder: Path, pattern: str, before: _Snapshot) -> dict[str, Any]:
     """The newest object that was written or changed since a snapshot; empty where there is none.
 
     Raises:

@@ -28,11 +28,10 @@ from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
-from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.evaluate.judge import Judge, Unjudged
 from mindspeed_mm.tasks.evaluate.published import rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
-from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
@@ -167,7 +166,7 @@ def _found(asked: _AskedSet, published: PublishedSet, items: Sequence[Item], giv
     if asked.judge is None or published.asks_judge is None:
         return {}
     words, nearest = [words_of(text) for text in given], published.takes_nearest
-    return found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
+    return _found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
 
 
 def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, Any]:
@@ -317,7 +316,7 @@ class Found:
         return self.said
 
 
-def found_answers(
+def _found_answers(
     judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], given: Sequence[str], *, takes_nearest: bool
 ) -> dict[int, Found]:
     """By place: what a judge finds in the answers that the set's authors would ask about.

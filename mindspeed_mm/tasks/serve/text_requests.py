@@ -1,13 +1,16 @@
-"""Requests for a chat completion: OpenAI's fields → a conversation and how to answer it."""
+"""Requests that are answered in text: OpenAI's fields → a conversation, prompts or a sound, and how to answer it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from mindspeed_mm.core.errors import DataError, MachineError, MMError
+from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of
@@ -158,3 +161,143 @@ def _conversation(fields: ChatFields) -> Sample:
     except RecursionError as error:
         raise RefusedError(400, "the request is nested too deeply.", code="invalid_json") from error
     return sample
+
+
+# --- a completion -----------------------------------------------------------------------------------------------------
+
+_USUAL_TOKENS = 16
+"""OpenAI's default."""
+_MOST_LOG_PROBS = 5
+_IDS = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionFields(AnswerFields):
+    """OpenAI's request for a completion, with vLLM's fields beside."""
+
+    prompt: str | _IDS | Annotated[list[str | _IDS], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_LOG_PROBS)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+_WITHOUT_EFFECT_ON_TEXT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "Ask for several answers with 'n'."),
+    "echo": ((None, False), "Put the prompt before the answer yourself."),
+    "suffix": ((None, ""), "Leave it out: nothing is inserted here."),
+}
+
+
+@dataclass(frozen=True)
+class CompletionCall(AnswerCall):
+    """A checked request for completions of text: the prompts, and how to go on with them."""
+
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+
+
+def read_completion(body: bytes, limits: Limits) -> CompletionCall:
+    """A request.
+
+    Raises:
+        RefusedError: Naming the field.
+    """
+    fields = read_fields(body, CompletionFields)
+    refuse_unsupported(fields, _WITHOUT_EFFECT_ON_TEXT)
+    given: Any = fields.prompt
+    alone = isinstance(given, str) or isinstance(given[0], int)
+    prompts = tuple(each if isinstance(each, str) else tuple(each) for each in ([given] if alone else given))
+    characters = sum(len(each) for each in prompts)
+    limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
+    count = count_of(fields, limits)
+    limits.check("max_requests", len(prompts) * count, f"{len(prompts) * count} answers are asked for")
+    if not all(prompts):
+        raise RefusedError(400, "'prompt' is empty.", param="prompt", code="invalid_value")
+    return CompletionCall(
+        model=fields.model,
+        sampling=sampling_of(fields, limits, asked=fields.max_tokens or _USUAL_TOKENS, log_probs=fields.logprobs),
+        stop=stops_of(fields),
+        is_streamed=bool(fields.stream),
+        tells_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        count=count,
+        steered_by=steering_fields(fields),
+        prompts=prompts,
+    )
+
+
+# --- a transcript -----------------------------------------------------------------------------------------------------
+
+_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
+_FORMATS = ("json", "text")
+_WAYS_OUT = {
+    "timestamp_granularities[]": "Leave it out: transcripts have no times here.",
+    "timestamp_granularities": "Leave it out: transcripts have no times here.",
+    "include[]": "Leave it out: transcripts come without log-probabilities here.",
+    "chunking_strategy": "Leave it out, and send parts of the sound one by one.",
+}
+"""Fields of OpenAI's that this server has nothing for."""
+
+
+@dataclass(frozen=True)
+class TranscriptionCall:
+    """A checked request for a transcript: the sound file, and how to transcribe it."""
+
+    file: bytes
+    model: str = ""
+    language: str | None = None
+    prompt: str = ""
+    temperature: float | None = None
+    is_plain: bool = False
+    """The answer is the text alone, not JSON."""
+
+
+def read_transcription(form: Mapping[str, str], files: Mapping[str, bytes]) -> TranscriptionCall:
+    """A request.
+
+    Raises:
+        RefusedError: Naming the field.
+    """
+    check_fields(form, files)
+    kind = form.get("response_format", "json")
+    if kind not in _FORMATS:
+        message = f"'{kind[:40]}' is not a format of this server: {' or '.join(_FORMATS)}."
+        raise RefusedError(400, message, param="response_format", code="unsupported_value")
+    if form.get("stream", "false").lower() not in ("false", "0", ""):
+        message = "'stream': transcripts come whole; leave it out."
+        raise RefusedError(400, message, param="stream", code="unsupported_value")
+    return TranscriptionCall(
+        file=files["file"],
+        model=form.get("model", ""),
+        language=form.get("language", "").strip().lower() or None,
+        prompt=form.get("prompt", ""),
+        temperature=_temperature(form.get("temperature", "")),
+        is_plain=kind == "text",
+    )
+
+
+def check_fields(form: Mapping[str, str], files: Mapping[str, bytes]) -> None:
+    """Raise `RefusedError` for a form without its file, or with a field that is not known."""
+    if "file" not in files:
+        raise RefusedError(400, "there is no 'file'.", param="file", code="invalid_value")
+    for name in (*form, *files):
+        if name in _WAYS_OUT:
+            raise RefusedError(
+                400, f"'{name}' is not supported here. {_WAYS_OUT[name]}", param=name, code="unsupported_value"
+            )
+    unknown = [name for name in form if name not in _FIELDS] + [name for name in files if name != "file"]
+    if unknown:
+        shown = unknown[0][:100]
+        message = f"'{shown}' is not a field of this request. {did_you_mean(shown, (*_FIELDS, 'file'))}"
+        raise RefusedError(400, message, param=shown, code="unknown_parameter")
+
+
+def _temperature(given: str) -> float | None:
+    if not given.strip():
+        return None
+    try:
+        found = float(given)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= 1:
+        message = f"'temperature' is a number from 0 to 1, not '{given[:40]}'."
+        raise RefusedError(400, message, param="temperature", code="invalid_value")
+    return found
