@@ -66,6 +66,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
     "CogVideoConverter": (_GENERATORS, "CogVideoX 1.0 and 1.5: the same layouts."),
     "HunyuanVideoConverter": (_GENERATORS, "HunyuanVideo and HunyuanVideo 1.5: the same layouts."),
+    "OpenSoraPlanConverter": (_GENERATORS, "Open-Sora Plan 1.3: the same layouts, and its VAE (vae_convert)."),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
 }
@@ -74,7 +75,6 @@ PLANNED = (
     "MOSSTTSConverter",
     "VideoAlignConverter",
     "OpenSoraConverter",
-    "OpenSoraPlanConverter",
     "BagelConverter",
     "StepVideoConverter",
 )

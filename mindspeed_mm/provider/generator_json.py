@@ -30,6 +30,19 @@ WAN_SIZES: dict[str, tuple[str, ...]] = {
     "freq_dim": ("freq_dim",),
 }
 """Key of `predictor` → keys of the transformer's config.json; `hidden_size` is heads x their width there."""
+OPENSORAPLAN_SIZES: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_layers",),
+    "num_heads": ("num_attention_heads",),
+    "head_dim": ("attention_head_dim",),
+    "in_channels": ("in_channels",),
+    "out_channels": ("out_channels",),
+    "cross_attention_dim": ("cross_attention_dim",),
+    "caption_channels": ("caption_channels",),
+    "sparse_n": ("sparse_n",),
+}
+"""The same of Open-Sora Plan 1.3."""
+_OPENSORAPLAN = ("videoditsparse", "videoditsparsei2v")
+"""`model_id` of `predictor`: text and image to video."""
 _NOISE = "training.diffusion"
 _SCORED_BY = {
     "i2v": (
@@ -66,6 +79,14 @@ def put_generator(reading: Reading, root: Node) -> None:
             if isinstance(heads, int) and isinstance(width, int):
                 config = {**config, "hidden_size": heads * width}
             compare(reading, predictor, WAN_SIZES, config, "predictor", str(config_file))
+        if config_file.is_file() and model_id in _OPENSORAPLAN:
+            config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
+            compare(reading, predictor, OPENSORAPLAN_SIZES, config, "predictor", str(config_file))
+    elif model_id in _OPENSORAPLAN:
+        reading.draft.note(
+            f"{place_at(root, 'ae')}: no component lies in a folder in diffusers' layout, which a run starts from: "
+            "examples/opensoraplan1.3/README.md makes one of the released files."
+        )
     _put_noise(reading, root)
     _put_samples(reading, root)
     put_media_pairs(reading, root)
@@ -133,6 +154,9 @@ def _put_noise(reading: Reading, root: Node) -> None:
     if shift is not None and plain(shift.node) is not None:
         shift_by = plain(shift.node)
         draft.put(f"{_NOISE}.shift", shift_by, shift.node.place)
+    gamma = find(root, "diffusion.snr_gamma")
+    if gamma is not None and plain(gamma.node) is not None:
+        draft.put(f"{_NOISE}.snr_gamma", plain(gamma.node), gamma.node.place)
     _put_expert(reading, root, shift_by)
 
 

@@ -52,7 +52,9 @@ _CHUNKED = {
 _LIKE = 0.85
 """Keys of other systems are passed over in silence; one that is so like a key that acts is a slip."""
 _NO_EFFECT_OF_PATCH = ("use_fsdp1", "clip_grad_async", "scale_grad", "bridge_patch", "ae_float32", "infer_fa")
-_REFUSED_OF_PATCH = ("adaptive_clip_grad_norm", "layerwise_disaggregated_training")
+_REFUSED_OF_PATCH = ("layerwise_disaggregated_training",)
+_NORM_DECAY = 0.99
+"""Of `adaptive_clip_grad_norm` where it does not say its own."""
 
 
 def is_of_generator(root: Node) -> bool:
@@ -125,6 +127,12 @@ def _put_patch(reading: Reading, root: Node) -> None:
         is_on = plain(entry.node) not in (False, None)
         if name == "muon_optimizer" and is_on:
             reading.draft.put("training.optimizer", "muon", entry.node.place)
+        elif name == "adaptive_clip_grad_norm" and is_on:
+            given = find(entry.node, "clip_grad_ema_decay")
+            decay = _NORM_DECAY if given is None else plain(given.node)
+            if decay:  # 0 clips as ever
+                place = (entry if given is None else given).node.place
+                reading.draft.put("training.clip_grad_ema_decay", decay, place)
         elif name in _REFUSED_OF_PATCH and is_on:
             reading.draft.problem(f"patch.{name} is not built", entry.node.place, "Take it out.")
         elif is_on and name not in _NO_EFFECT_OF_PATCH:

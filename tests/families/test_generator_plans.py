@@ -10,10 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.distributed.context import generators
 from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample
 from mindspeed_mm.fsdp.distributed.pipeline.carried import CarriedOutputs
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.skiparse import skiparse_attention
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.families.test_conditioned_generators import write_run
 from tests.families.test_generators import FP64, make_run
@@ -38,6 +40,9 @@ PLANS = {
 }  # fmt: skip
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
 SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana") and not name.endswith("_replace"))
+IN_SETS = ("opensoraplan", "opensoraplan_i2v")
+"""Families that attend within sets of tokens: ranks of a ring would hold parts of them."""
+ON_RINGS = tuple(name for name in SPREAD if name not in IN_SETS)
 SPLIT = tuple(name for name in FAMILIES if name not in ("lumina2", "z_image", "sana_video"))
 """The tiny Lumina has one head of keys, and the tiny Z-Image an odd number of features."""
 CHAINS = (*(name for name in FAMILIES if name not in ("wan2_2", "wan2_2_i2v")), "kontext", "fill", "flf2v")
@@ -71,7 +76,8 @@ def steps_of(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
     ("plan", "names"),
     [
         *[(plan, names) for plan, names in BY_DEFAULT.items() if names],
-        *[pytest.param(plan, SPREAD, marks=pytest.mark.slow) for plan in ("ring", "ulysses", "both")],
+        *[pytest.param(plan, ON_RINGS, marks=pytest.mark.slow) for plan in ("ring", "both")],
+        pytest.param("ulysses", SPREAD, marks=pytest.mark.slow),
         pytest.param("tensor", SPLIT, marks=pytest.mark.slow),
         *[pytest.param("pipeline", CHAINS[at::3], marks=pytest.mark.slow) for at in range(3)],
         *[pytest.param(plan, GIVEN_MEDIA, marks=pytest.mark.slow) for plan in ("ring", "ulysses")],
@@ -132,6 +138,34 @@ def test_blocks_that_are_no_chain_are_refused(name: str, reason: str, tmp_path: 
     said = mm("check", yamls_of((name,), tmp_path)[name], STAGES, *words)
     assert said.code != 0
     assert f"cannot be cut into stages: {reason}" in said.err + said.out
+
+
+def test_sets_of_tokens_are_not_cut_by_a_ring(tmp_path: Path) -> None:
+    said = mm("check", yamls_of(("opensoraplan",), tmp_path)["opensoraplan"], RING, "--nproc", 2)
+    assert said.code != 0
+    assert "attends within sets of tokens" in said.err + said.out and "ulysses_parallel_size" in said.err + said.out
+
+
+def whole_per_rank(*_: Any) -> Any:
+    """A planted fault: each rank deals out its own tokens alone."""
+    return lambda query, key, value, sets, kernel, key_mask=None: skiparse_attention(query, key, value, sets, kernel)
+
+
+def in_own_sets(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
+    with mock.patch.object(generators, "_within_sets", whole_per_rank):
+        return steps_of(yamls, words)
+
+
+def test_sets_of_a_rank_s_own_tokens_are_seen(tmp_path: Path) -> None:
+    yamls = yamls_of(("opensoraplan",), tmp_path)
+    expected = steps_of(yamls, ())["opensoraplan"]
+    for run, is_right in ((steps_of, True), (in_own_sets, False)):
+        for measured in run_ranks(2, run, yamls, (ULYSSES,), timeout_s=120.0):
+            if is_right:
+                compare_steps(expected, measured["opensoraplan"], TOLERANCE)
+            else:
+                with pytest.raises(ParityError):
+                    compare_steps(expected, measured["opensoraplan"], TOLERANCE)
 
 
 @pytest.mark.parametrize(

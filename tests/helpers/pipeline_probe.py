@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 IMAGE_VAES = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLFlux2")
@@ -22,7 +24,9 @@ def plain_pipeline(folder: Path, name: str | None = None) -> Any:
     import diffusers
 
     name = name or read_json_object(folder / "model_index.json", ValueError)["_class_name"]
-    pipeline = getattr(diffusers, name).from_pretrained(folder, local_files_only=True)
+    found = find_adapter(folder).own_classes.get(name)
+    home = diffusers if found is None else importlib.import_module(found)
+    pipeline = getattr(home, name).from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -26,6 +26,7 @@ from tests.helpers.tiny_generators import (
     t5_tokenizer,
 )
 from tests.helpers.tiny_language_models import CHAT, FLOW, QWEN_VL_TEXT, WIDTH, character_tokenizer, gemma, qwen3
+from tests.helpers.tiny_opensoraplan import make_tiny_opensoraplan
 from tests.helpers.tiny_video_families import (
     make_tiny_cogvideox,
     make_tiny_hunyuan_video,
@@ -357,6 +358,8 @@ FAMILIES: dict[str, TinyFamily] = {
     "hunyuan_video_1_5_i2v": TinyFamily(make_tiny_hunyuan_video_1_5_i2v, frames=5),
     "ltx_video": TinyFamily(make_tiny_ltx_video, side=32, frames=5),
     "ltx_video_i2v": TinyFamily(make_tiny_ltx_video, side=32, frames=5, task="i2v", given_frames=1),
+    "opensoraplan": TinyFamily(make_tiny_opensoraplan, side=32, frames=5),
+    "opensoraplan_i2v": TinyFamily(lambda folder: make_tiny_opensoraplan(folder, "i2v"), side=32, frames=5),
     "sana_video": TinyFamily(make_tiny_sana_video, side=32, frames=5, settings={"use_resolution_binning": False}),
 }
 """Case of `tests/families/test_generators.py` → how to make it."""

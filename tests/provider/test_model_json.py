@@ -177,7 +177,11 @@ def test_patches() -> None:
     assert [note for note in translated.notes if "patch" in note] == [
         "model.json:5:8: patch.x has no effect: nothing is patched here."
     ]
-    assert "patch.adaptive_clip_grad_norm is not built" in problem({"patch": {"adaptive_clip_grad_norm": True}})
+    for given, decay in ((True, 0.99), ({"clip_grad_ema_decay": 0.9}, 0.9), ({"clip_grad_ema_decay": 0.0}, None)):
+        translated = run({"patch": {"adaptive_clip_grad_norm": given}}, data=False)
+        assert translated.arguments.training.clip_grad_ema_decay == decay
+    refused = {"patch": {"layerwise_disaggregated_training": True}}
+    assert "patch.layerwise_disaggregated_training is not built" in problem(refused)
 
 
 @pytest.mark.parametrize("name", LANGUAGE_SIZES)

@@ -36,7 +36,9 @@ from mindspeed_mm.checkpoint.original.diffusers_model import told_version
 from mindspeed_mm.checkpoint.original.families import GENERATORS, generator_of
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
+from mindspeed_mm.checkpoint.original.opensoraplan import convert_wf_vae
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator, weights_of_run
+from mindspeed_mm.checkpoint.original.text_encoder import convert_text_encoder
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
@@ -230,6 +232,28 @@ class CogVideoConverter(MMCommands, Converter):
     """CogVideoX 1.0 and 1.5: diffusers, the authors' names, MindSpeed-MM's names."""
 
     families = ("CogVideoX",)
+
+
+class OpenSoraPlanConverter(MMCommands, Converter):
+    """Open-Sora Plan 1.3: its authors' names, MindSpeed-MM's names, and WF-VAE."""
+
+    families = ("Open-Sora Plan 1.3",)
+
+    def __init__(self, version: Literal["v1.2", "v1.3", "v1.5"] = "v1.5") -> None:
+        super().__init__()
+        if version != "v1.3":
+            raise UsageError(
+                f"Open-Sora Plan {version} is not built", key="version", way_out="v1.3 is: --version v1.3."
+            )
+
+    def vae_convert(self, cfg: ConvertGeneratorConfig, use_ema_model: bool = True) -> Converted:
+        """Write WF-VAE as the folder `vae` of a model.
+
+        Args:
+            cfg: `source_path` is the authors' .ckpt file.
+            use_ema_model: Take the moving average of the weights where there is one.
+        """
+        return convert_wf_vae(cfg.source_path, cfg.target_path, averaged=use_ema_model, stream=sys.stderr)
 
 
 class HunyuanVideoConverter(MMCommands, Converter):

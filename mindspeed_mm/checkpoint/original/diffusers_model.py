@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -187,7 +188,7 @@ def _model_shapes(family: GeneratorLayouts, given: _GivenConfig) -> dict[str, tu
         import diffusers  # an extra, and seconds to import
     except ImportError:
         return None
-    model_class: Any = getattr(diffusers, class_name, None)
+    model_class: Any = getattr(importlib.import_module(family.home), class_name, None)
     is_model = isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)
     if not is_model:
         return None

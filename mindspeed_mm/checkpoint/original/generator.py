@@ -40,7 +40,7 @@ class GeneratorLayouts:
     name: str
     """As people write it: `HunyuanVideo 1.5`."""
     class_name: str
-    """The class of its transformer in diffusers."""
+    """The class of its transformer, in diffusers' layout."""
     marks: Mapping[Naming, tuple[str, ...]]
     """Keys that all stand in a layout of this family, and all in no other that is asked later."""
     original: tuple[KeyRule, ...]
@@ -50,6 +50,8 @@ class GeneratorLayouts:
     config.json, without the class's name."""
     version: Callable[[Tensors], str] = field(repr=False)
     """Which model of the family these tensors are, by diffusers' names, as far as keys and shapes tell."""
+    home: str = "diffusers"
+    """The module that has the class."""
     mm: tuple[KeyRule, ...] = ()
     """MindSpeed-MM's name → diffusers' name; empty where MindSpeed-MM trains diffusers' own model."""
     original_prefix: str = ""

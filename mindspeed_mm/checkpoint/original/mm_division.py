@@ -90,6 +90,7 @@ def _of_both(*names: str) -> list[str]:
 
 _COLUMN, _QKV = TensorCut(0), TensorCut(0, parts=3)
 _COG, _DOUBLE, _SINGLE = "videodit_blocks.{n}.", "double_blocks.{n}.", "single_blocks.{n}."
+_OSP = "videodit_sparse_blocks.{n}."
 
 DIVISIONS: dict[str, MMDivision] = {
     "Wan": MMDivision(
@@ -106,6 +107,16 @@ DIVISIONS: dict[str, MMDivision] = {
             **_linear(_COLUMN, "adaLN_modulation.1", f"{_COG}ff.net.0.proj", f"{_COG}scale_shift_table.1"),
             **_linear(_QKV, f"{_COG}self_atten.proj_qkv"),
             **_row(f"{_COG}self_atten.proj_out", f"{_COG}ff.net.2"),
+        },
+    ),
+    "Open-Sora Plan 1.3": MMDivision(
+        "videodit_sparse_blocks.",
+        first=("pos_embed", "caption_projection.", "adaln_single."),
+        last=("scale_shift_table", "proj_out."),
+        cuts={
+            **_linear(_COLUMN, *(f"{_OSP}{at}_atten.proj_{name}" for at in ("self", "cross") for name in "qkv")),
+            **_linear(_COLUMN, f"{_OSP}ff.net.0.proj"),
+            **_row(f"{_OSP}self_atten.proj_out", f"{_OSP}cross_atten.proj_out", f"{_OSP}ff.net.2"),
         },
     ),
     "HunyuanVideo": MMDivision(

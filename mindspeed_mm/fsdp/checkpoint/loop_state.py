@@ -22,5 +22,7 @@ class LoopState(TypedDict):
     """Rows that could not be used → reason."""
     loss_scale: NotRequired[dict[str, float]]
     """Of gradients in fp16."""
+    norm_average: NotRequired[dict[str, float]]
+    """Of gradient norms, where the bound of clipping follows them."""
     rng: NotRequired[dict[str, torch.Tensor] | None]
     """State of this rank's random-number generators; None where it cannot be this rank's."""

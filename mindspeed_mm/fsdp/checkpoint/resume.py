@@ -100,6 +100,7 @@ NOTED_KEYS = (
     "training.adam_eps",
     "training.allow_hf32",
     "training.clip_grad",
+    "training.clip_grad_ema_decay",
     "training.ema.*",
     "training.*loss_scale*",
     "training.lr*",

@@ -151,6 +151,9 @@ class TrainingArguments(Section):
     """Number of Newton-Schulz iterations in each update of muon."""
     clip_grad: NotNegative = 1.0
     """Maximum gradient norm; 0: the norm is reported and not clipped."""
+    clip_grad_ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Decay of the moving average that the maximum gradient norm follows: the average and three standard deviations of
+    the norms of earlier steps; `clip_grad` bounds the first step alone. null: `clip_grad` bounds every step."""
     clip_grad_foreach: Flag = True
     """Clip gradients with multi-tensor kernels."""
     initial_loss_scale: Annotated[Number, Field(gt=0)] = 65536.0

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
+from mindspeed_mm.fsdp.optimizer.norm_average import NormAverage
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference
@@ -81,6 +82,7 @@ def build_engine(
         total_steps: Optimizer steps of the whole run.
         stop_after: Stop after this many steps of this start.
     """
+    decay = arguments.training.clip_grad_ema_decay
     return TrainEngine(
         model=assembled.model,
         objective=objective,
@@ -103,6 +105,7 @@ def build_engine(
         autopsy=partial(memory_report, arguments, job.world_size, job.device.type),
         meter=assembled.utilisation.meter,
         loss_scale=build_loss_scale(arguments),
+        norm_average=None if decay is None else NormAverage(decay),
         late=job.device.type != "cpu" and not why_steps_wait(arguments, optimizer, ema, job.device),
     )
 

@@ -37,6 +37,7 @@ from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscal
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
+from mindspeed_mm.fsdp.optimizer.norm_average import NormAverage
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.hook import Hook, StepResult
@@ -106,6 +107,7 @@ class TrainEngine:
         autopsy: Asked when memory does not suffice.
         meter: Counts the FLOPs of micro-batches.
         loss_scale: Of gradients in fp16; None: the others need none.
+        norm_average: What the bound of clipping follows; None: it is `clip_grad`.
         late: Let the device decide on updates, and read a step's numbers when the next one is launched.
         hooks: Called around steps, in this order.
     """
@@ -132,6 +134,7 @@ class TrainEngine:
     autopsy: Autopsy | None = None
     meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
     loss_scale: LossScale | None = None
+    norm_average: NormAverage | None = None
     late: bool = False
     hooks: list[Hook] = field(default_factory=list)
     stop_wanted: bool = False
@@ -268,6 +271,8 @@ class TrainEngine:
         finite = all(map(math.isfinite, (*losses.values(), norm)))
         if finite and self.ema is not None:
             self.ema.update(launched.step)
+        if finite and self.norm_average is not None:
+            self.norm_average.after_step(norm)
         scale, skipped = self.loss_scale, ""
         if finite or (scale is not None and scale.can_explain(losses.values())):
             if scale is not None:
@@ -333,6 +338,8 @@ class TrainEngine:
         }
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state()
+        if self.norm_average is not None:
+            state["norm_average"] = self.norm_average.state()
         return state
 
     def load_state(self, state: LoopState) -> None:
@@ -342,6 +349,8 @@ class TrainEngine:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state(state["loss_scale"])
+        if self.norm_average is not None and "norm_average" in state:
+            self.norm_average.load_state(state["norm_average"])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -423,8 +432,10 @@ class TrainEngine:
         """Clip, and step; `left_out` lets the device leave it out."""
         if self.training.clip_grad > 0:
             with named(ranges.CLIP):
-                foreach = self.training.clip_grad_foreach
-                clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=foreach)
+                bound, foreach = self.training.clip_grad, self.training.clip_grad_foreach
+                if self.norm_average is not None:  # of the steps before, which are settled
+                    bound = self.norm_average.bound(bound)
+                clip_grads_(self.model.parameters(), norm, bound, foreach=foreach)
         with named(ranges.OPTIMIZER):
             if left_out is None:
                 self.optimizer.step()

@@ -121,7 +121,12 @@ def test_a_wrong_converter_subcommand_or_version_names_the_right_one(tmp_path: P
         (["CogVideoConverter", "--version", "x2v", "hf_to_mm"], "--version"),
         (["WanConverter", "--version", "t2v", "hf_to_mm"], "unknown flag '--version'"),
         (["CogVideoConverter", "mm_to_hf", "--cfg.target_parallel_config.ep_size=2"], "has no experts"),
-        (["OpenSoraPlanConverter", "hf_to_mm"], "is planned"),
+        (["OpenSoraPlanConverter", "hf_to_mm"], "Open-Sora Plan v1.5 is not built"),
+        (
+            ["OpenSoraPlanConverter", "--version", "v1.3", "hf_to_mm"],
+            "holds CogVideoX, and OpenSoraPlanConverter takes",
+        ),
+        (["StepVideoConverter", "hf_to_mm"], "is planned"),
     ):
         with pytest.raises(MMError, match=message):
             run([*words, *flags])
@@ -140,8 +145,15 @@ def test_a_truncated_rank_is_refused(tmp_path: Path) -> None:
 def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--help"])
     told = capsys.readouterr().out
-    planned = ("OpenSoraPlanConverter", "BagelConverter", "StepVideoConverter")
-    built = ("WanConverter", "VACEConverter", "CogVideoConverter", "HunyuanVideoConverter", "LuminaConverter")
+    planned = ("BagelConverter", "StepVideoConverter")
+    built = (
+        "OpenSoraPlanConverter",
+        "WanConverter",
+        "VACEConverter",
+        "CogVideoConverter",
+        "HunyuanVideoConverter",
+        "LuminaConverter",
+    )
     assert all(name in CONVERTERS for name in built)
     assert all(name in told for name in (*built, *planned))
 

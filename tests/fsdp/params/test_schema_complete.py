@@ -98,6 +98,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "training.muon_momentum": 0.95,
     "training.ns_steps": 5,
     "training.clip_grad": 1.0,
+    "training.clip_grad_ema_decay": None,
     "training.clip_grad_foreach": True,
     "training.micro_batch_size": 1,
     "training.train_iters": None,

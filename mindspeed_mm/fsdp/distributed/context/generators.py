@@ -256,8 +256,8 @@ def check_tokens(model: nn.Module, latent_shape: tuple[int, ...], ring: int, uly
 
 
 def check_attention(model: nn.Module, ring: int) -> None:
-    """Raise `ConfigError` for a generator that cannot be spread over ranks: it does not say where it is cut, a processor
-    of it attends by no function that is known here, or by one that a ring of this size cannot do."""
+    """Raise `ConfigError` for a generator that cannot be spread over ranks: it does not say where it is cut, a
+    processor of it attends by no function that is known here, or by one that a ring of this size cannot do."""
     for pattern in require_sample_plan(model).attention:
         for module in _matched(model, pattern):
             processor = module.processor

@@ -21,6 +21,12 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
             key="features.enable_gradient_offload",
             way_out="Set it to false, or parallel.pipeline_parallel_size to 1.",
         )
+    if training.clip_grad_ema_decay is not None and not training.clip_grad:
+        yield Problem(
+            f"{training.clip_grad_ema_decay:g}, but training.clip_grad is 0, which switches clipping off",
+            key="training.clip_grad_ema_decay",
+            way_out="Leave it out, or set clip_grad above 0: it bounds the first step.",
+        )
     optimizer = OPTIMIZERS[training.optimizer]
     if training.optimizer_state_dtype and not optimizer.keeps_two_moments:
         yield Problem(
