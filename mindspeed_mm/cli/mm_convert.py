@@ -68,6 +68,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "HunyuanVideoConverter": (_GENERATORS, "HunyuanVideo and HunyuanVideo 1.5: the same layouts."),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
+    "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
 }
 """Name → (module, help line)."""
 PLANNED = (
@@ -75,7 +76,6 @@ PLANNED = (
     "VideoAlignConverter",
     "OpenSoraConverter",
     "OpenSoraPlanConverter",
-    "BagelConverter",
     "StepVideoConverter",
 )
 """Converters of models that are not built here yet."""
