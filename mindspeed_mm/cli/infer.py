@@ -12,7 +12,7 @@ from mindspeed_mm.cli.requests import given_names, takes
 from mindspeed_mm.cli.sharing import check_inputs, import_plugins, share
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.requests.infer import InferRequest
 
@@ -27,6 +27,7 @@ Examples:
   mm infer models/Qwen3-Omni-30B-A3B-Instruct --audio question.wav --speak answer.wav --speaker Chelsie
   mm infer models/Qwen3-TTS-12Hz-1.7B-Base --prompt "Mind the gap." --audio voice.wav --speak said.wav
   mm infer models/Janus-Pro-1B --prompt "a red dog" --draw dog.png
+  mm infer models/BAGEL-7B-MoT --image dog.png --prompt "make it blue" --draw blue.png
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora exported/lora --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
@@ -193,5 +194,37 @@ def answer_rows(request: InferRequest) -> None:
         say(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
 
 
-COMMANDS: dict[ModelKind, Callable[[InferRequest], int]] = {LANGUAGE: answer, GENERATOR: generate}
+# --- models that answer and draw -------------------------------------------------------------------------------------
+
+
+def answer_or_draw(request: InferRequest) -> int:
+    """Answer the one prompt in words, or by a picture."""
+    request.check_unified(given_names())
+    check_inputs(request)
+    return share("infer", request, lambda: answer_in_parts(request))
+
+
+@collecting_later()
+def answer_in_parts(request: InferRequest) -> None:
+    """Answer the prompt, and print what is said, or the name of the picture's file."""
+    from mindspeed_mm.tasks.answer import unified
+
+    made: unified.SaidInParts | unified.DrawnInParts
+    if request.draw is None:
+        made = unified.answer(request)
+        shown = made.text
+    else:
+        made = unified.draw(request)
+        shown = f"{made.file}: {made.width} × {made.height}"
+    if request.as_json:
+        say_json(asdict(made))
+    else:
+        say(shown)
+
+
+COMMANDS: dict[ModelKind, Callable[[InferRequest], int]] = {
+    LANGUAGE: answer,
+    GENERATOR: generate,
+    UNIFIED: answer_or_draw,
+}
 """Kind of model → what is done."""

@@ -69,13 +69,13 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "OpenSoraPlanConverter": (_GENERATORS, "Open-Sora Plan 1.3: the same layouts, and its VAE (vae_convert)."),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
+    "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
 }
 """Name → (module, help line)."""
 PLANNED = (
     "MOSSTTSConverter",
     "VideoAlignConverter",
     "OpenSoraConverter",
-    "BagelConverter",
     "StepVideoConverter",
 )
 """Converters of models that are not built here yet."""

@@ -11,6 +11,7 @@ from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 from mindspeed_mm.fsdp.params.yaml.generator_files import MEDIA_KEYS
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at
 from mindspeed_mm.provider.json_tree import entries_at, entries_of, place_at
+from mindspeed_mm.provider.omni_json import put_omni_rows
 from mindspeed_mm.provider.reading import Reading
 
 _DATASET = "data.dataset_param"
@@ -28,7 +29,6 @@ _STORED = {"vace": "combine", "sorafeatured": "combine"}
 _NOT_READ = {
     "lumina": "rows of tokens that Lumina-mGPT 2.0's own encoder made; dataset_type lumina_mgpt trains on pictures "
     "themselves (docs/data.md)",
-    "bagel": "rows of BAGEL, which is not built",
     "rewardvideo": "rows of VideoAlign, which is not built",
     "dt2v": "media of Open-Sora 2.0, which is not built",
     "dancegrpo": "prompts of posttrain_flux_dancegrpo.py, which reads its flags itself",
@@ -54,6 +54,11 @@ def put_data(reading: Reading, root: Node) -> None:
         taken = _put_older_rows(reading, root, kind)
         _note_left_out(reading, root, taken, "the processor and the chat template of the model's folder say it")
         _note_bounds(reading)
+    elif kind == "bagel":
+        left_out = _put_loader(reading, root)
+        if left_out:
+            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        _note_left_out(reading, root, put_omni_rows(reading, root), "the model's folder says it")
     elif kind in _NOT_READ:
         reading.draft.problem(
             f"dataset_type '{kind}' is for {_NOT_READ[kind]}",

@@ -284,7 +284,7 @@ def waiting_times(reading: Reading) -> None:
 
 def longest_sample(reading: Reading) -> None:
     """Samples have at most so many tokens; generators have no such limit."""
-    if reading.has("seq_length") and not reading.is_generator:
+    if reading.has("seq_length") and not reading.is_generator and "seq_length" not in reading.settled:
         key = f"{_DATA}.basic_parameters.cutoff_len"
         reading.draft.put(key, reading.value("seq_length"), reading.place("seq_length"))
 

@@ -18,6 +18,7 @@ from mindspeed_mm.provider.json_tree import entries_at, place_at
 from mindspeed_mm.provider.memory_rules import put_recomputation
 from mindspeed_mm.provider.model_sizes import compare_language_model, compare_tower, layers_of
 from mindspeed_mm.provider.module_names import HubConfig, names_of
+from mindspeed_mm.provider.omni_json import is_of_omni, put_omni
 from mindspeed_mm.provider.reading import Reading
 
 _DECODER, _TOWER = "text_decoder", "image_encoder.vision_encoder"
@@ -59,12 +60,15 @@ _NORM_DECAY = 0.99
 
 def is_of_generator(root: Node) -> bool:
     """Whether a file describes a generator (SoRAModel)."""
-    return any(find(root, name) is not None for name in ("predictor", "diffusion", "ae"))
+    return not is_of_omni(root) and any(find(root, name) is not None for name in ("predictor", "diffusion", "ae"))
 
 
 def put_model(reading: Reading, root: Node) -> None:
     """Put the model that a file describes."""
     _put_patch(reading, root)
+    if is_of_omni(root):
+        put_omni(reading, root)
+        return
     if is_of_generator(root):
         put_generator(reading, root)
         return

@@ -15,6 +15,8 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.released_examples import ROOT, examples, names_of_parts, recipes
 from tests.helpers.released_rows import ROWS, write_rows
 from tests.helpers.runs import mm
+from tests.helpers.tiny_bagel import make_tiny_bagel
+from tests.helpers.tiny_bagel import write_rows as write_rows_of_parts
 from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
 EXAMPLES = examples()
@@ -49,13 +51,17 @@ ON_SMALL_FOLDERS = {
 PACKED_TOKENS = 512
 
 
-@pytest.mark.parametrize("folder", [*ON_SMALL_FOLDERS, "JanusPro"])
+@pytest.mark.parametrize("folder", [*ON_SMALL_FOLDERS, "JanusPro", "bagel"])
 def test_a_file_holds_on_a_small_folder(folder: str, tmp_path: Path) -> None:
     """The whole check of `mm check`, on as many ranks as small experts can be divided among; the rows are short, and a
     packed one takes as few of them."""
     if folder == "JanusPro":
         make_tiny_janus(tmp_path / "model")
         rows = write_drawn_rows(tmp_path / "rows")
+    elif folder == "bagel":
+        (tmp_path / "model").mkdir()
+        make_tiny_bagel(tmp_path / "model")
+        rows = write_rows_of_parts(tmp_path / "rows")
     else:
         row = ROWS[ON_SMALL_FOLDERS[folder]]
         row.write(tmp_path / "model")

@@ -106,7 +106,6 @@ def test_several_sets_of_rows(named: bool) -> None:
         ({"basic_parameters": {"data_path": "a", "repeat_time": 1.5}}, "repeat_time is 1.5, neither a share"),
         ({"basic_parameters": {"data_folder": "a"}}, "names no data_path. Name the file"),
         ({"dataset_type": "lumina"}, "dataset_type 'lumina' is for rows of tokens"),
-        ({"dataset_type": "bagel"}, "dataset_type 'bagel' is for rows of BAGEL, which is not built"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:

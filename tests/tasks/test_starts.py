@@ -83,6 +83,13 @@ def tiny(card: ModelCard, folder: Path) -> list[str]:
         words = []
         found = yaml.safe_load(run_of(folder).read_text())["data"]["dataset_param"]["basic_parameters"]
         rows = Path(found["dataset"])
+    elif card.name == "bagel":
+        from tests.helpers.tiny_bagel import make_tiny_bagel
+        from tests.helpers.tiny_bagel import write_rows as write_rows_of_parts
+
+        model.mkdir(parents=True)
+        make_tiny_bagel(model)
+        rows, words = write_rows_of_parts(folder / "rows"), []
     elif card.name == "janus_pro":
         from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 

@@ -26,7 +26,6 @@ REFUSED = (
         "qwen2vl/finetune_qwen2vl_72b_dpo", "are not the numbers of layers of 4 stages",
         "model.json cuts the layers into 8 stages, and a comment of the script asks to change that",
     ),
-    Refused("/bagel/", "rows of BAGEL, which is not built", _PLANNED),
     Refused("/opensora2.0/", "media of Open-Sora 2.0, which is not built", _PLANNED),
     Refused("/opensoraplan1.5/pretrain", "patch.adaptive_clip_grad_norm is not built", _PLANNED),
     Refused("/lumina/", "rows of tokens that Lumina-mGPT 2.0's own encoder made", _PLANNED),

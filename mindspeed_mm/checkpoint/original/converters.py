@@ -38,7 +38,6 @@ from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
 from mindspeed_mm.checkpoint.original.opensoraplan import convert_wf_vae
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator, weights_of_run
-from mindspeed_mm.checkpoint.original.text_encoder import convert_text_encoder
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError

@@ -23,15 +23,23 @@ _RANK = "mp_rank_00"
 class LuminaConverter(Converter):
     """Lumina-mGPT (Chameleon in transformers): Hugging Face folder ↔ MindSpeed-MM's folder."""
 
+    family = "Lumina-mGPT"
+
+    def theirs(self, name: str) -> str:
+        """What MindSpeed-MM calls a tensor of the Hugging Face folder: the same."""
+        return name
+
+    def ours(self, name: str) -> str:
+        """Invert `theirs`."""
+        return name
+
     def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Write a Hugging Face folder as MindSpeed-MM's folder of one rank."""
-        parallel = cfg.target_parallel_config
-        if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
-            raise UsageError("MindSpeed-MM does not divide Lumina-mGPT", key="--cfg.target_parallel_config")
+        _refuse_division(cfg, self.family)
         _refuse_unused(cfg, "lora_path", "hf_dir")
         with open_weights(cfg.source_path) as stored:
             ledger = SourceLedger(stored, cfg.source_path)
-            files = {f"{RELEASE}/{_RANK}/{WEIGHTS_FILE}": _pt_file(ledger)}
+            files = {f"{RELEASE}/{_RANK}/{WEIGHTS_FILE}": self._pt_file(ledger)}
             conversion = Conversion([cfg.source_path], [ledger], files, {"kind": "mm"}, texts={TRACKER: RELEASE})
             return _run(conversion, cfg)
 
@@ -45,16 +53,23 @@ class LuminaConverter(Converter):
         if ranks != [_RANK]:
             raise CheckpointError(f"holds {', '.join(ranks)}, and {_RANK} alone is expected", where=str(step))
         (content,) = read_pt_files([step / _RANK / WEIGHTS_FILE])
-        ledger = SourceLedger(content.tensors.get("model", {}), step)
+        stored = {self.ours(name): tensor for name, tensor in content.tensors.get("model", {}).items()}
+        ledger = SourceLedger(stored, step)
         if any(cfg.hf_dir.glob("*.safetensors")):
             check_same_tensors(ledger.tensors, step, cfg.hf_dir)
         files, texts = safetensors_files(ledger.tensors)
         copies = asset_files(cfg.hf_dir)
         return _run(Conversion([step, cfg.hf_dir], [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
 
+    def _pt_file(self, ledger: SourceLedger) -> PtFile:
+        tensors = {self.theirs(name): tensor for name, tensor in ledger.tensors.items()}
+        return PtFile({"model": tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
 
-def _pt_file(ledger: SourceLedger) -> PtFile:
-    return PtFile({"model": ledger.tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
+
+def _refuse_division(cfg: ConvertGeneratorConfig, family: str) -> None:
+    parallel = cfg.target_parallel_config
+    if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
+        raise UsageError(f"MindSpeed-MM does not divide {family}", key="--cfg.target_parallel_config")
 
 
 def _refuse_unused(cfg: ConvertGeneratorConfig, *keys: str) -> None:

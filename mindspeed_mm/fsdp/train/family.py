@@ -232,10 +232,8 @@ class UnifiedFamily(LanguageFamily):
         self, words: Objective, config: Any, encode: Callable[[torch.Tensor, int], torch.Tensor] | None
     ) -> Objective:
         assert isinstance(words, TokenCrossEntropy)  # `check_unified_loss`
-        diffusion = self.arguments.training.diffusion
-        return WithDenoisedPictures(
-            words, config, self.arguments.features.loss_cfg, diffusion, encode, self._exact_dtype
-        )
+        loss_cfg, diffusion = self.arguments.features.loss_cfg, self.arguments.training.diffusion
+        return WithDenoisedPictures(words, config, loss_cfg, diffusion, encode, self._exact_dtype)
 
 
 class GeneratorFamily(Family):

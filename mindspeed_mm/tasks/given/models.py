@@ -162,5 +162,26 @@ def _draw(asked: Asked) -> list[Path]:
     return [asked.out / record["file"] for record in read_jsonl(asked.out / DRAWN_MANIFEST)]
 
 
-ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer}
+def _answer_in_parts(asked: Asked) -> Any:
+    """The answer of a model that answers and draws to one prompt."""
+    refuse_unknown(asked.sampling, asked.function, "is not an argument for a model that answers and draws")
+    from mindspeed_mm.tasks.answer import unified  # torch
+
+    if asked.rows is not None or not isinstance(asked.prompt, str):
+        raise UsageError("such a model answers one prompt", key="prompt", way_out="Ask row by row.")
+    given = {"out": asked.out, "videos": asked.clips, "audios": asked.sounds, "lora": asked.lora}
+    for key, value in given.items():
+        if value:
+            raise UsageError("is not for a model that answers and draws", key=key, way_out="Use mm infer --draw.")
+    request = InferRequest(
+        asked.model,
+        prompts=(asked.prompt,),
+        images=asked.pictures,
+        max_new_tokens=asked.max_new_tokens,
+        config=asked.config,
+    )
+    return unified.answer(request)
+
+
+ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer_in_parts}
 """Kind of model → what it makes of a prompt or of rows."""

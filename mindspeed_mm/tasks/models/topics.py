@@ -463,7 +463,6 @@ ANY_MODEL: tuple[Topic, ...] = (
 )
 
 PLANNED = {
-    "bagel": "BAGEL, understanding and drawing by one model",
     "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
     "internvlu": "InternVL-U, understanding and drawing by one model",
     "kimi_k3": "Kimi-K3, pictures and text",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_mm.core.errors import DataError, UsageError
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.core.request import Request, argument, fields_of, option
 from mindspeed_mm.core.seeds import MOST_SEED
 from mindspeed_mm.core.whole_text import check_whole_characters
@@ -83,7 +83,7 @@ class InferRequest(Request):
         "What is said in --audio, the recording of a voice that --speak copies.", only=LANGUAGE
     )
     instructions: str | None = option("How --speak is to sound, in words, for models that follow them.", only=LANGUAGE)
-    draw: Path | None = option("Answer --prompt with a picture, in this PNG file (Janus-Pro).", only=LANGUAGE)
+    draw: Path | None = option("Answer --prompt with a picture, in this PNG file (Janus-Pro, BAGEL).", only=LANGUAGE)
     prompts_file: Path | None = option(
         "File with one prompt per line, or JSON lines.", flag="--prompts", only=GENERATOR
     )
@@ -95,8 +95,14 @@ class InferRequest(Request):
         only=GENERATOR,
     )
     guidance_scale: float | None = option(
-        "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps; with --draw 5.",
+        "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps; with --draw 5, "
+        "of BAGEL 4.",
         least=0,
+    )
+    picture_guidance: float | None = option(
+        "Guidance scale of the pictures in the prompt of --draw; 1 switches it off. Default: 1.5.",
+        least=0,
+        only=UNIFIED,
     )
     negative_prompt: str | None = option("Prompt that guidance steers away from.", only=GENERATOR)
     size: str | None = option("Height and width in pixels, such as 480x832. Default: as of --steps.", only=GENERATOR)
@@ -206,8 +212,38 @@ class InferRequest(Request):
             only = each.declared.only
             if each.name in names and only not in (None, kind):
                 assert only is not None
+                if kind is UNIFIED and each.name in _OF_UNIFIED:
+                    continue
                 what = f"is for {only.plural}, but this model is {kind.singular}"
                 raise UsageError(what, where=str(self.model), key=each.flag, way_out="Leave it out.")
+
+    def check_unified(self, given: Iterable[str]) -> None:
+        """Check what a model that answers and draws is asked, before torch is imported.
+
+        Args:
+            given: Names of the fields that were given.
+
+        Raises:
+            UsageError: There is not one prompt, or an option says how pictures are drawn where none is.
+            DataError: A file is not there.
+        """
+        names = set(given)
+        if len(self.prompts) != 1:
+            raise UsageError("such a model answers one --prompt", key="--prompt", way_out="Ask row by row.")
+        for name in (*_NOT_UNIFIED, *(() if self.draw is not None else _OF_DRAWING)):
+            if name in names:
+                what = "nothing is drawn" if name in _OF_DRAWING else "is not built for models that answer and draw"
+                way_out = "Name the file for the picture: --draw FILE." if name in _OF_DRAWING else "Leave it out."
+                raise UsageError(what, key=_flag(name), way_out=way_out)
+        for name in ("temperature", "max_new_tokens"):
+            if self.draw is not None and name in names:
+                raise UsageError("the answer is a picture", key=_flag(name), way_out="Leave it out, or --draw.")
+        for kind, path in self.media:
+            if kind != "image":
+                raise UsageError(f"such a model takes no {kind}", key=f"--{kind}", way_out="Leave it out.")
+            if not path.is_file():
+                way_out = f"Relative paths start at '{Path.cwd()}'."
+                raise DataError("there is no such file", where=str(path), key=f"--{kind}", way_out=way_out)
 
     def check_questions(self) -> None:
         """Check what a language model is asked, before torch is imported.
@@ -230,6 +266,16 @@ class InferRequest(Request):
         """Raise `UsageError` where a generator's samples have no folder."""
         if self.out is None:
             raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
+
+
+_OF_DRAWING = ("num_inference_steps", "size", "guidance_scale", "picture_guidance")
+_OF_UNIFIED = frozenset({"draw", "temperature", "max_new_tokens", "num_inference_steps", "size"})
+"""What else than options of all models one that answers and draws takes."""
+_NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "out", "media_dir", "batch_size", "overwrite", "top_p")
+
+
+def _flag(name: str) -> str:
+    return {"num_inference_steps": "--steps"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _check_source(request: InferRequest) -> None:

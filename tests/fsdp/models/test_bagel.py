@@ -1,5 +1,5 @@
-"""BAGEL against a model written here from the formulas, token by token in fp64: both loss terms and their gradients; who
-sees whom; training under its plans."""
+"""BAGEL against a model written here from the formulas, token by token in fp64: both loss terms and their gradients;
+who sees whom; training under its plans; drawing and answering without caches."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.denoised_pictures import WithDenoisedPictures
 from mindspeed_mm.fsdp.loss.objectives import build_objective
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.sampling.unified import Drawing, UnifiedSampler, Words
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
+from tests.helpers.runs import differing, mm, tensors, train
 from tests.helpers.tiny_bagel import LATENT_SIDE, PATCH, SIZES, TOWER_SIDE, make_tiny_bagel, picture_bytes, write_rows
 from tests.helpers.tiny_run import STEADY
 
 FP64 = "parallel.fsdp_plan.param_dtype=fp64"
 KEEP_ALL = {"text_cond_dropout_prob": 0.0, "vit_cond_dropout_prob": 0.0, "vae_cond_dropout_prob": 0.0}
-NAMES = {"seen": "vit", "given": "vae", "drawn": "vae"}
+PICTURES = ("seen", "given", "drawn", "noisy")
 ROWS: list[list[tuple[str, Any]]] = [
     [("text", "Draw one."), ("drawn", 1)],
     [("seen", 3), ("text", "Which?"), ("said", "three")],
@@ -178,8 +182,8 @@ class Hand:
         self.embeds.append(embed)
         self.positions.append(position)
         self.part.append(part)
-        self.is_noise.append(kind == "drawn")
-        self.is_picture.append(kind in NAMES)
+        self.is_noise.append(kind in ("drawn", "noisy"))
+        self.is_picture.append(kind in PICTURES)
         self.is_latent.append(latent)
 
     def embed(self, token: str | int) -> torch.Tensor:
@@ -201,12 +205,23 @@ class Hand:
                 self._put(self.embed("<|im_end|>"), position, number, kind)
                 position += 1
                 continue
+            if kind == "begun":  # an answer so far
+                for token in content:
+                    self._put(self.embed(token), position, number, kind)
+                    position += 1
+                continue
             self._put(self.embed("<|vision_start|>"), position, number, kind)
             if kind == "seen":
                 shown_in_fp32 = np.float32(pixels_of(self.run, content, PATCH)) / np.float32(127.5) - np.float32(1)
                 pixels = torch.tensor(shown_in_fp32.astype(np.float64))
                 for feature in seen_features(self.state, squares(pixels, PATCH), pixels.shape[2] // PATCH):
                     self._put(feature, position, number, kind)
+            elif kind == "noisy":
+                time, columns, tokens = content
+                for index, token in enumerate(tokens):
+                    self.targets.append((len(self.embeds), token))
+                    embed = latent_embedding(self.state, token, time, divmod(index, columns))
+                    self._put(embed, position, number, kind, latent=True)
             else:
                 latents = toy_latents(pixels_of(self.run, content, 4))
                 time, noise_of_picture = next(noise) if kind == "drawn" else (0.0, None)
@@ -452,3 +467,195 @@ def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     words = ["training.micro_batch_size=1", *more]
     for measured in run_ranks(2, steps_of, str(run), words, timeout_s=180):
         compare_steps(whole_steps(str(run)), measured, 1e-8)
+
+
+# --- drawing and answering --------------------------------------------------------------------------------------------
+
+
+class ToyVAE:
+    """Latents as the hand makes them, and decoding that shows them."""
+
+    encode = staticmethod(toy_latents)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents
+
+
+@cache
+def sampler_of(run: Path) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    dataset, (model, _) = built_rows(run), double_model(run)
+    vae: Any = ToyVAE()
+    rules = size_rules(load_config(run).arguments.data.dataset_param.preprocess_parameters, run.parent / "model")
+    state = {name: each.double() for name, each in load_file(run.parent / "model" / "ema.safetensors").items()}
+    return UnifiedSampler(model, dataset.processor, vae, run.parent / "model", *rules), state, dataset.processor
+
+
+def velocity_by_hand(run: Path, parts: list[tuple[str, Any]], time: float, tokens: torch.Tensor) -> torch.Tensor:
+    _, state, tokenizer = sampler_of(run)
+    hand = Hand(run, state, tokenizer)
+    hand.read([*parts, ("noisy", (time, 3, list(tokens)))], iter(()))
+    states = hand.states()
+    return torch.stack([linear(state, "llm2vae", states[place]) for place, _ in hand.targets])
+
+
+@pytest.mark.parametrize(
+    ("picture", "drawing"),
+    [
+        (None, Drawing(8, 12, steps=3, seed=4)),
+        (1, Drawing(8, 12, steps=3, seed=4, picture_guidance=2.0)),
+        (1, Drawing(8, 12, steps=2, seed=5, picture_guidance=1.0, guided=(0.0, 1.0))),
+        (1, Drawing(8, 12, steps=2, seed=5, text_guidance=1.0)),
+    ],
+)
+def test_a_picture_is_that_of_a_loop_without_caches(run: Path, picture: int | None, drawing: Drawing) -> None:
+    """The published rule, computed anew for every step and context: guidance by the text, then by the picture, and the
+    length of what comes out at most that of what the whole prompt says."""
+    sampler, _, _ = sampler_of(run)
+    tokens = torch.randn(6, 16, generator=torch.Generator().manual_seed(drawing.seed)).double()
+    shown: list[tuple[str, Any]] = [] if picture is None else [("given", picture), ("seen", picture)]
+    with torch.no_grad(), keeping_double(), InDouble():
+        context = sampler.start()
+        if picture is not None:
+            sampler.add_picture(context, Image.open(run.parent / "rows" / f"{picture}.png"), given=True)
+        sampler.add_text(context, "Turn.")
+        found = sampler.draw(context, drawing)
+        torch.set_default_dtype(torch.float64)
+        try:
+            for step in range(drawing.steps):
+                early, late = (1 - number / drawing.steps for number in (step, step + 1))
+                early, late = (3 * each / (1 + 2 * each) for each in (early, late))
+                whole = velocity_by_hand(run, [*shown, ("text", "Turn.")], early, tokens)
+                made = whole
+                if drawing.text_guidance > 1 and early > drawing.guided[0]:
+                    base = velocity_by_hand(run, shown, early, tokens)
+                    made = base + drawing.text_guidance * (whole - base)
+                    if picture is not None and drawing.picture_guidance > 1:
+                        base = velocity_by_hand(run, [("text", "Turn.")], early, tokens)
+                        made = base + drawing.picture_guidance * (made - base)
+                    made = made * min(1.0, float(whole.norm() / made.norm()))
+                tokens = tokens - (early - late) * made
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found.shape == (4, 4, 6)
+    torch.testing.assert_close(torch.stack(squares(found, 2)), tokens, rtol=1e-6, atol=1e-7)
+
+
+def test_an_answer_is_that_of_a_loop_without_caches(run: Path) -> None:
+    sampler, state, tokenizer = sampler_of(run)
+    with torch.no_grad(), keeping_double(), InDouble():
+        context = sampler.start()
+        sampler.add_picture(context, Image.open(run.parent / "rows" / "1.png"), given=False)
+        sampler.add_text(context, "Which?")
+        found, finished = sampler.answer(context, Words(6))
+        said = [tokenizer.convert_tokens_to_ids("<|im_start|>")]
+        torch.set_default_dtype(torch.float64)
+        try:
+            for _ in range(6):
+                hand = Hand(run, state, tokenizer)
+                hand.read([("seen", 1), ("text", "Which?"), ("begun", said)], iter(()))
+                said.append(int(linear(state, "language_model.lm_head", hand.states()[-1]).argmax()))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    own = said[1 : said.index(end)] if end in said else said[1:]
+    assert (found, finished) == (tokenizer.decode(own), end in said)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+ONE_SET = "training.lora.target_modules=[q_proj_moe_gen, o_proj_moe_gen, 'language_model.*mlp_moe_gen.down_proj']"
+LORA = ["training.lora.enable=true", "training.lora.rank=2", "training.lr=0.05", ONE_SET]
+
+
+def drawn(folder: Path, out: Path, *words: object) -> np.ndarray:
+    said = mm("infer", folder, "--prompt", "Draw.", "--draw", out, "--size", "8x12", "--steps", 2, *words)
+    assert said.code == 0, said.err
+    return np.asarray(Image.open(out))
+
+
+def test_a_run_resumes_to_the_bit_and_is_exported_as_released(run: Path, tmp_path: Path) -> None:
+    """The understanding half is frozen by the card's patterns; the exported folder has the released names and its VAE,
+    draws like the run, and edits."""
+    (card,) = (card for card in families() if card.name == "bagel")
+    words = [f"model.freeze=[{', '.join(map(repr, [*card.freeze['understanding'], *card.freeze['tower']]))}]"]
+    train(run, tmp_path / "whole", *words)
+    train(run, tmp_path / "broken", *words, "training.train_iters=1")
+    train(run, tmp_path / "broken", *words)
+    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "broken")) == []
+    said = mm("export", tmp_path / "broken", tmp_path / "hf")
+    assert said.code == 0, said.err
+    before = load_file(run.parent / "model" / "ema.safetensors")
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: each.shape for name, each in before.items()} == {name: each.shape for name, each in after.items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    of_pictures = {"llm2vae", "vae2llm", "time_embedder", "connector"}
+    assert changed and all("_moe_gen" in name or name.split(".")[0] in of_pictures for name in changed)
+    assert any("_moe_gen" in name for name in changed) and {"llm2vae.weight", "vae2llm.bias"} <= changed
+    assert (tmp_path / "hf" / "ae.safetensors").read_bytes() == (run.parent / "model" / "ae.safetensors").read_bytes()
+    whole = drawn(tmp_path / "hf", tmp_path / "a.png")
+    assert whole.shape == (8, 12, 3)
+    assert np.array_equal(whole, drawn(tmp_path / "broken", tmp_path / "b.png"))
+    assert not np.array_equal(whole, drawn(run.parent / "model", tmp_path / "c.png"))
+    picture = run.parent / "rows" / "1.png"
+    edited = mm("infer", tmp_path / "broken", "--image", picture, "--prompt", "Turn.", "--draw", tmp_path / "d.png",
+                "--steps", 2, "--json")  # fmt: skip
+    assert edited.code == 0 and json.loads(edited.out)["width"] == 12, edited.err  # as large as what is edited
+    said = mm("infer", tmp_path / "hf", "--image", picture, "--prompt", "Which?", "--max-new-tokens", 3, "--json")
+    assert said.code == 0 and set(json.loads(said.out)) == {"text", "finished"}, said.err
+
+
+def test_adapters_of_one_set_leave_the_other_alone(run: Path, tmp_path: Path) -> None:
+    train(run, tmp_path / "run", *LORA)
+    said = mm("export", tmp_path / "run", tmp_path / "merged", "--merge")
+    assert said.code == 0, said.err
+    before = load_file(run.parent / "model" / "ema.safetensors")
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    changed = {name.split("layers.")[-1][2:] for name in before if not torch.equal(before[name], after[name])}
+    expected = {"self_attn.q_proj_moe_gen", "self_attn.o_proj_moe_gen", "mlp_moe_gen.down_proj"}
+    assert changed == {f"{name}.weight" for name in expected}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["parallel.ulysses_parallel_size=2"], "no decoder whose attention"),
+        (["parallel.ring_attention_size=2"], "no decoder whose attention"),
+        (["parallel.tensor_parallel_size=2"], "not built for models that answer and draw"),
+        (["parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2"], "cannot be cut into stages"),
+        (["posttrain.method=dpo", "data.dataset_param.basic_parameters.stage=rm"], "for these rows"),
+        (["features.loss_cfg.loss_type=raw"], "models that answer and draw"),
+        (["training.diffusion.shift=resolution"], "a shift of generators"),
+        (["training.diffusion.caption_dropout=0.1"], "text_cond_dropout_prob"),
+        (["data.dataset_param.preprocess_parameters.vae_max_image_size=64"], "places for"),
+        (["data.dataset_param.basic_parameters.train_on_prompt=true"], "for these rows"),
+        (["data.dataset_param.basic_parameters.vit_cond_dropout_prob=1.5"], "is not a share"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(run: Path, words: list[str], says: str) -> None:
+    said = mm("check", run, *words, "--nproc", 2)
+    assert said.code != 0 and says in said.out + said.err and "Traceback" not in said.err, said.out + said.err
+
+
+def test_weights_of_two_terms_are_for_such_models_alone(run: Path, tmp_path: Path) -> None:
+    from tests.helpers.tiny_run import make_tiny_run
+
+    said = mm("check", make_tiny_run(tmp_path), "features.loss_cfg.text_loss_weight=1")
+    assert said.code != 0 and "models that answer and draw by denoising" in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--prompt", "a", "--steps", 2], "nothing is drawn"),
+        (["--prompt", "a", "--draw", "a.png", "--temperature", 1], "the answer is a picture"),
+        (["--prompt", "a", "--draw", "a.png", "--size", "8x13"], "no size of its pictures"),
+        (["--prompt", "a", "--audio", "a.wav"], "--audio  is for language models"),
+        (["--data", "rows.jsonl", "--out", "b"], "--data  is for language models"),
+        (["--prompt", "a", "--image", "none.png"], "no such file"),
+        (["--prompt", "a", "--lora", "x"], "is not built for"),
+        (["--prompt", "a", "--frames", 4], "this model is a model that answers and draws"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(run: Path, words: list[Any], says: str) -> None:
+    said = mm("infer", run.parent / "model", *words)
+    assert said.code != 0 and says in said.err and "Traceback" not in said.err, said.err

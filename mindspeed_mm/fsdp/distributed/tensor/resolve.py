@@ -8,10 +8,12 @@ from dataclasses import replace
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import UNIFIED
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, TensorPlan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
 from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, base_layer_of
 
@@ -28,6 +30,12 @@ def resolve_tensor_parallel(model: nn.Module, tp_plan: TpPlan, size: int, *, who
     Raises:
         ConfigError: The plan does not fit the model, or the number of ranks does not divide what is split.
     """
+    if facts_of(model).kind is UNIFIED:
+        raise ConfigError(
+            f"{size}, but tensor parallelism is not built for models that answer and draw",
+            key="parallel.tensor_parallel_size",
+            way_out="Set it to 1: FSDP2 shards these models.",
+        )
     plan = resolve_tensor_plan(model, tp_plan).without(whole)
     check_split_sizes(model, plan, size)
     stretches = sequence_regions(model, plan)

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.bagel.configuration_bagel import BagelConfig
+from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
 from mindspeed_mm.fsdp.models.diffusion.picture_tokens import places_of
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.host_values import host_values
@@ -40,21 +41,6 @@ from mindspeed_mm.fsdp.utils.register import model_register
 SEEN, LATENT = 1, 2
 """In `token_kinds`, where text has 0: the features of a picture that is seen, and the latents of one that is drawn."""
 _FREQUENCIES = 256
-
-
-class KeyValues:
-    """Keys and values of the tokens that a sequence goes on from, layer by layer: (1, heads, tokens, D)."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.position = 0
-        """The position of the next token."""
-
-    def copy(self) -> KeyValues:
-        """The same, to go on in another way."""
-        other = KeyValues()
-        other.layers, other.position = list(self.layers), self.position
-        return other
 
 
 @dataclass(frozen=True)
@@ -530,13 +516,43 @@ class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
         layout = Layout(order, inverse, len(embeds) - len(latent_places), documents, masks)
         if position_ids is None:
             position_ids = torch.arange(length, device=embeds.device).expand(rows, -1)
-        hidden = self.get_decoder()(embeds[None], position_ids.reshape(1, -1), layout)
+        hidden = self.get_decoder()(inputs_embeds=embeds[None], position_ids=position_ids.reshape(1, -1), layout=layout)
         hidden_BLH = hidden.view(rows, length, -1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output = BagelOutput(logits=self.language_model["lm_head"](hidden_BLH[:, kept]))
         drawn = latent_places if drawn_places is None else drawn_places
         output.velocities = self.llm2vae(hidden[0].index_select(0, drawn))
         return output
+
+    def go_on(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        latent_places: torch.Tensor,
+        past: KeyValues,
+        *,
+        keeps: bool,
+        is_text: bool,
+    ) -> torch.Tensor:
+        """(1, T, H) states of one part behind a sequence, all of which it sees.
+
+        Args:
+            embeds: (1, T, H) of the part.
+            positions: (1, T).
+            latent_places: (M,) which of its tokens are latents.
+            past: The sequence.
+            keeps: Whether it goes on with this part.
+            is_text: A token sees those in front of it alone; otherwise all of the part.
+        """
+        tokens = embeds.shape[1]
+        before = past.layers[0][0].shape[2] if past.layers else 0
+        mask = None
+        if is_text:
+            mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=embeds.device).tril(before)
+        order, inverse = orders(latent_places, tokens)
+        layout = Layout(order, inverse, tokens - len(latent_places), [(0, tokens)], [mask], past, keeps)
+        states: torch.Tensor = self.get_decoder()(inputs_embeds=embeds, position_ids=positions, layout=layout)
+        return states
 
 
 def orders(latent_places: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled, unscaled
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ def load_vae(folder: Path) -> Any:
     inside = folder / DIFFUSERS_FOLDER
     if (inside / "config.json").is_file():
         from diffusers import AutoencoderKL
+
+        from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE
 
         name = read_json_object(inside / "config.json", ModelFolderError).get("_class_name")
         kind: Any = IdentityVAE if name == IdentityVAE.__name__ else AutoencoderKL

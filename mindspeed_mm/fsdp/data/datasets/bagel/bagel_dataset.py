@@ -98,8 +98,7 @@ class BagelDataset(MMDataset):
         self.row_numbers = self._rows.row_numbers
         self.processor: Any = load_processor(str(self.folder))
         self._marks = marks_of(self.processor, self.folder)
-        self._sides = sides_of(self.folder)
-        self._seen_size, self._latent_size = size_rules(preprocess_param, *self._sides)
+        self._seen_size, self._latent_size = size_rules(preprocess_param, self.folder)
         self._dropout = {kind: _share(basic_param, *told) for kind, told in _DROPOUT.items()}
         self._seed = 0
 
@@ -254,48 +253,52 @@ def marks_of(tokenizer: Any, folder: Path) -> Marks:
     return Marks(*(known[mark] for mark in _MARKS))
 
 
-def sides_of(folder: Path) -> tuple[int, int]:
-    """Pixels along a side of a patch that is seen, and of a token of latents.
+def size_rules(preprocess: PreprocessParameters, folder: Path) -> tuple[SizeRule, SizeRule]:
+    """How large pictures are seen, and how large those are that have latents. What is not given is as published, or the
+    most that the folder's model has places for.
 
     Raises:
-        ModelFolderError: The folder's config.json does not tell.
+        ConfigError: A size is none, or larger than the model has places for.
+        ModelFolderError: The folder's config.json does not tell of patches.
     """
     path = folder / "config.json"
     config = read_json_object(path, ModelFolderError)
     patch = (config.get("vit_config") or {}).get("patch_size")
     latent, pixels = config.get("latent_patch_size", 2), (config.get("vae_config") or {}).get("downsample", 8)
-    if not all(isinstance(each, int) and each > 0 for each in (patch, latent, pixels)):
+    places = {"vit": config.get("vit_max_num_patch_per_side", 70), "vae": config.get("max_latent_size", 64)}
+    if not all(isinstance(each, int) and each > 0 for each in (patch, latent, pixels, *places.values())):
         raise ModelFolderError(
             "has no vit_config.patch_size: it is not a folder of BAGEL",
             where=str(path),
             key=_FOLDER_KEY,
             way_out="Put llm_config.json and vit_config.json of the release into it as llm_config and vit_config.",
         )
-    return int(patch), latent * pixels
-
-
-def size_rules(preprocess: PreprocessParameters, patch: int, latent: int) -> tuple[SizeRule, SizeRule]:
-    """How large pictures are seen, and how large those are that have latents.
-
-    Raises:
-        ConfigError: A size is none.
-    """
-    values = {}
-    for name, default in _SIZES.items():
-        value = preprocess.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{value!r} is not a size in pixels", key=f"{_PREPROCESS}.{name}")
-        values[name] = value
     rules = []
-    for name, stride in (("vit", patch), ("vae", latent)):
-        longest, shortest = values[f"{name}_max_image_size"], values[f"{name}_min_image_size"]
-        if shortest > longest:
+    for name, stride in (("vit", patch), ("vae", latent * pixels)):
+        most = places[name] * stride
+        longest = _size(preprocess, f"{name}_max_image_size", most)
+        shortest = _size(preprocess, f"{name}_min_image_size", longest)
+        if longest > most:
             raise ConfigError(
-                f"{shortest} is more than {name}_max_image_size {longest}", key=f"{_PREPROCESS}.{name}_min_image_size"
+                f"{longest} is more than the {most} pixels that the model has places for",
+                key=f"{_PREPROCESS}.{name}_max_image_size",
+                way_out="Lower it.",
             )
-        rules.append(SizeRule(stride, longest, shortest, values[f"{name}_max_pixels"]))
+        rules.append(SizeRule(stride, longest, shortest, _size(preprocess, f"{name}_max_pixels", None)))
     return rules[0], rules[1]
+
+
+def _size(preprocess: PreprocessParameters, name: str, most: int | None) -> int:
+    """A given size; else the published one, as far as it fits."""
+    value = preprocess.get(name)
+    if value is None:
+        return _SIZES[name] if most is None else min(_SIZES[name], most)
+    key = f"{_PREPROCESS}.{name}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{value!r} is not a size in pixels", key=key, way_out="Give a whole number above 0.")
+    if name.endswith("min_image_size") and most is not None and value > most:
+        raise ConfigError(f"{value} is more than the longest side, {most}", key=key, way_out="Lower it.")
+    return value
 
 
 def _share(basic: BasicParameters, name: str, default: float) -> float:

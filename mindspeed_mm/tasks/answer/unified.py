@@ -1,0 +1,110 @@
+"""`mm infer` of a model that answers in words and draws by denoising: one prompt, with pictures in front of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps
+
+from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.file_writing import check_medium_file
+from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.sampling.unified import Context, Drawing, UnifiedSampler, Words, load_unified
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.media_files import image_bytes
+from mindspeed_mm.tasks.model_source import resolve_model, run_arguments
+from mindspeed_mm.tasks.requests.infer import InferRequest
+from mindspeed_mm.tasks.requests.shared import height_and_width
+
+
+@dataclass(frozen=True)
+class SaidInParts:
+    """An answer in words."""
+
+    text: str
+    finished: bool
+    """Whether it came to an end before the longest length."""
+
+
+@dataclass(frozen=True)
+class DrawnInParts:
+    """An answer that is a picture."""
+
+    file: Path
+    width: int
+    height: int
+    steps: int
+
+
+def answer(request: InferRequest) -> SaidInParts:
+    """What the model says to the prompt of a request.
+
+    Raises:
+        MMError: The folder is not a model, or a picture cannot be read.
+    """
+    with torch.inference_mode():
+        sampler, context, _ = _asked(request, draws=False)
+        words = Words(request.longest_answer, request.temperature or 0.0, request.seed or 0)
+        return SaidInParts(*sampler.answer(context, words))
+
+
+def draw(request: InferRequest) -> DrawnInParts:
+    """Draw what the prompt of a request asks for, into the PNG file that it names.
+
+    Raises:
+        MMError: The folder is not a model, a picture or a size cannot be used, or the file cannot be written.
+    """
+    assert request.draw is not None
+    out = check_medium_file(request.draw, "PNG", [path for _, path in request.media], "--draw")
+    with torch.inference_mode():
+        sampler, context, size = _asked(request, draws=True)
+        if request.size is not None:
+            size = height_and_width(request.size, "--size")
+        height, width = size or (Drawing.height, Drawing.width)
+        drawing = Drawing(
+            height,
+            width,
+            steps=request.num_inference_steps or Drawing.steps,
+            text_guidance=_or(request.guidance_scale, Drawing.text_guidance),
+            picture_guidance=_or(request.picture_guidance, Drawing.picture_guidance),
+            seed=request.seed or 0,
+        )
+        pixels = sampler.draw(context, drawing).permute(1, 2, 0).numpy()
+    make_writable_folder(out.parent)
+    atomic_write_bytes(out, image_bytes(pixels))
+    return DrawnInParts(request.draw, drawing.width, drawing.height, drawing.steps)
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _asked(request: InferRequest, *, draws: bool) -> tuple[UnifiedSampler, Context, tuple[int, int] | None]:
+    """The model and the sequence up to its answer; with pictures the size of the last one."""
+    source = resolve_model(request.model)
+    seen, latent = size_rules(_sizes(request, source.run), source.folder)
+    sampler = load_unified(source.folder, seen, latent, current_device())
+    context, size = sampler.start(), None
+    for path in request.images:
+        size = sampler.add_picture(context, _opened(path), given=draws)
+    sampler.add_text(context, request.prompt)
+    return sampler, context, size
+
+
+def _sizes(request: InferRequest, run: Path | None) -> PreprocessParameters:
+    """How large pictures are, as the run says that was trained."""
+    arguments = load_with_plugins(request.config).arguments if request.config is not None else run_arguments(run)
+    return PreprocessParameters() if arguments is None else arguments.data.dataset_param.preprocess_parameters
+
+
+def _opened(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise DataError(f"is no picture: {error}", where=str(path), key="--image") from error
