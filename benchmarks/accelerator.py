@@ -44,9 +44,9 @@ there = torch.accelerator.is_available()
 found = {"type": torch.accelerator.current_accelerator().type if there else "cpu"}
 if there:
     module = torch.get_device_module(found["type"])
-    properties = module.get_device_properties(0)
-    found |= {"count": torch.accelerator.device_count(), "name": module.get_device_name(0)}
-    found |= {"memory_gib": properties.total_memory / 2**30, "torch": torch.__version__}
+    found |= {"count": torch.accelerator.device_count(), "torch": torch.__version__}
+    if hasattr(module, "get_device_properties"):  # a simulated device has none
+        found |= {"memory_gib": module.get_device_properties(0).total_memory / 2**30, "name": module.get_device_name(0)}
     found |= {"has_diffusers": importlib.util.find_spec("diffusers") is not None}
 print(json.dumps(found))
 """
