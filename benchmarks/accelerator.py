@@ -1,6 +1,7 @@
-"""What an accelerator gives: bf16 training steps of a language model at 0.5 to 2 B parameters and of a Wan2.1-shaped
-video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, the digits job, answers of
-models of those sizes, and what compiling, fused kernels and 8-bit products add.
+"""What an accelerator gives: what is fast by default against what it replaced, in turns; bf16 training steps of a
+language model at 0.5 to 2 B parameters and of a Wan2.1-shaped video generator at 1.3 B, parity with the CPU, mechanisms
+of parallel plans on one device, the digits job, answers of models of those sizes, and what compiling, fused kernels and
+8-bit products add.
 
 Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
 `benchmarks/accelerator.sh` starts it where the project is not installed.
@@ -21,15 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
+from benchmarks.accelerator_page import page_of, promise_figures
 from benchmarks.accelerator_sizes import ATTEMPTS, CLIPS, TINY, TINY_CLIPS, Attempt, Clip
 from benchmarks.accelerator_speed import Sections, kernel_figures, offloads, speed_figures, variants
 from benchmarks.digits import Workload, prepare
 from benchmarks.figures import Figure, table
-from benchmarks.machine import ROOT, write_result
+from benchmarks.machine import RESULTS, ROOT, write_result
 
 LIMIT_S = 560.0
-PARTS = ("step", "generator", "parity", "mechanisms", "job", "answers", "speed", "offload", "kernels")
+PROMISES_S = 200.0
+PARTS = ("promises", "step", "generator", "parity", "mechanisms", "job", "answers", "speed", "offload", "kernels")
 """The ones that say most come first."""
+SPARE_S = 60.0
+"""Beyond the time of the promises, for the one that is at work when it ends."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
 
@@ -39,9 +44,9 @@ there = torch.accelerator.is_available()
 found = {"type": torch.accelerator.current_accelerator().type if there else "cpu"}
 if there:
     module = torch.get_device_module(found["type"])
-    properties = module.get_device_properties(0)
-    found |= {"count": torch.accelerator.device_count(), "name": module.get_device_name(0)}
-    found |= {"memory_gib": properties.total_memory / 2**30, "torch": torch.__version__}
+    found |= {"count": torch.accelerator.device_count(), "torch": torch.__version__}
+    if hasattr(module, "get_device_properties"):  # a simulated device has none
+        found |= {"memory_gib": module.get_device_properties(0).total_memory / 2**30, "name": module.get_device_name(0)}
     found |= {"has_diffusers": importlib.util.find_spec("diffusers") is not None}
 print(json.dumps(found))
 """
@@ -76,6 +81,18 @@ class Session:
             print(f"  {name} …", flush=True)
             results[name] = self._guarded(getattr(self, name)) | {"took_s": round(time.monotonic() - began, 1)}
         return {"device": self.device, "tiny": self.tiny, **results}
+
+    def promises(self) -> dict[str, Any]:
+        """What is fast by default against what it replaced; those that were measured before the process failed stay."""
+        folder, seconds = self.work / "promises", min(PROMISES_S, self._left_s() - LEAST_S)
+        words = [str(folder), str(seconds), *(["--tiny"] if self.tiny else [])]
+        ended = self._guarded(partial(self._ended, words, seconds + SPARE_S))
+        written = folder / "promises.json"
+        return ended | (json.loads(written.read_text(encoding="utf-8")) if written.exists() else {})
+
+    def _ended(self, words: list[str], limit_s: float) -> dict[str, Any]:
+        self._module("benchmarks.accelerator_promises", *words, limit_s=limit_s)
+        return {}
 
     def step(self) -> dict[str, Any]:
         """The largest size that fits: each that runs out of memory is noted, and the next is tried."""
@@ -254,7 +271,8 @@ def _shortened(error: Exception) -> str:
 
 def figures(result: dict[str, Any]) -> list[Figure]:
     """What the printed table shows of the parts that ran."""
-    shown = {
+    shown: dict[str, Callable[[dict[str, Any]], list[Figure]]] = {
+        "promises": promise_figures,
         "step": step_figures,
         "generator": clip_figures,
         "parity": parity_figures,
@@ -349,7 +367,10 @@ def run(work: Path) -> dict[str, Any] | None:
         print("no accelerator here: nothing to measure")
         return None
     result = Session(work / "accelerator", device).run()
-    return result | {"figures": [figure.to_dict() for figure in figures(result)]}
+    shown = figures(result)
+    page = page_of(result, table([("accelerator", figure) for figure in shown]))
+    (RESULTS / "accelerator.txt").write_text(page, encoding="utf-8")
+    return result | {"figures": [figure.to_dict() for figure in shown]}
 
 
 def main() -> int:
@@ -370,8 +391,10 @@ def main() -> int:
     shown = figures(result)
     result["figures"] = [figure.to_dict() for figure in shown]
     asked = "" if tuple(options.parts) == PARTS else f" --parts {' '.join(options.parts)}"
-    write_result("accelerator", f"benchmarks/accelerator.sh{asked}", result, options.out)
-    print(table([("accelerator", figure) for figure in shown]))
+    written = write_result("accelerator", f"benchmarks/accelerator.sh{asked}", result, options.out)
+    page = page_of(result, table([("accelerator", figure) for figure in shown]))
+    written.with_suffix(".txt").write_text(page, encoding="utf-8")
+    print(page)
     return int(any(has_failed(result[part]) for part in options.parts))
 
 

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Measures on whatever accelerator is here, in under 10 minutes: bf16 training steps of a language model at 0.5 to 2 B
+# Measures on whatever accelerator is here, in under 10 minutes: what is fast by default against what it replaced, A B A B
+# in one process (part promises: towers, attention, windows, fused and compiled blocks, late numbers, experts, plans,
+# checkpoints, bytes of pictures, fp8), bf16 training steps of a language model at 0.5 to 2 B
 # parameters and of a Wan2.1-shaped video generator at 1.3 B, parity with the CPU, the mechanisms of parallel plans that
 # one device can run, the digits job, answers of models of those sizes, and the step compiled, with fused kernels and in
-# fp8. Writes one JSON (benchmarks/results/accelerator.json, or --out FILE). Without an accelerator it says so and ends
-# with 0. `--parts generator` measures the generator alone; the parts are step, generator, parity, mechanisms, job,
+# fp8. Writes one JSON (benchmarks/results/accelerator.json, or --out FILE) and beside it one page of text that says which
+# promise held. Without an accelerator it says so and ends
+# with 0. `--parts generator` measures the generator alone; the parts are promises, step, generator, parity, mechanisms, job,
 # answers (in batches, beside transformers' generate), speed, offload (what lives on the host, pinned and not) and kernels
 # (grouped products by type, packed attention).
 #

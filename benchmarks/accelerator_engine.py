@@ -38,10 +38,20 @@ class NoLoader:
 
 
 def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
-    """A group of one, the model assembled on the device, objective, optimizer, schedule."""
+    """A group of one, and the engine on it."""
+    return engine_on(enter(arguments), arguments, total_steps)
+
+
+def enter(arguments: Arguments) -> torch.device:
+    """Make the group; `leave` undoes it."""
     _, local_rank, world_size = initialize_distributed(timeout_s=120.0)
     device = set_local_device(local_rank)
     init_parallel_state(resolve_parallel_sizes(arguments.parallel, world_size), get_device_type())
+    return device
+
+
+def engine_on(device: torch.device, arguments: Arguments, total_steps: int) -> TrainEngine:
+    """The model assembled on the device, objective, optimizer, schedule."""
     assembled = assemble(arguments, device)
     objective = objective_of(assembled, arguments)
     optimizer = build_optimizer(assembled.model, arguments.training, note=print)

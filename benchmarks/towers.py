@@ -136,6 +136,7 @@ def prepared(model: Any) -> Any:
 def of_kind(name: str, kind: str) -> dict[str, Any]:
     """Number of pictures → operations of a block of a family's tower."""
     from mindspeed_mm.fsdp.models.structure.towers import find_towers
+    from tests.helpers.packed_families import InDouble
 
     family = families()[name]
     items = items_of(family)[kind]
@@ -145,7 +146,8 @@ def of_kind(name: str, kind: str) -> dict[str, Any]:
     found = {}
     for number in PICTURES:
         given = list(islice(cycle(items), number))
-        counts = [operations(model, partial(features, model, kind, given)) for model in (few, more)]
+        with InDouble():
+            counts = [operations(model, partial(features, model, kind, given)) for model in (few, more)]
         found[str(number)] = of_block(*counts)
     return found
 
@@ -177,10 +179,8 @@ ATTENTION = "call of attention"
 
 def operations(model: nn.Module, compute: Any) -> Counter[str]:
     """Of a tower's forward and backward pass, with attention as one call of each."""
-    from tests.helpers.packed_families import InDouble
-
     model.zero_grad()  # a first gradient is kept, not added
-    with one_call_of_attention() as counts, counts, InDouble():
+    with one_call_of_attention() as counts, counts:
         compute().backward()
     return counts.counts
 

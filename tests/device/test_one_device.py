@@ -88,13 +88,14 @@ def test_training_is_as_on_the_cpu(way: str, yaml: Path, tmp_path: Path) -> None
 @pytest.mark.edge("D3")
 def test_the_host_waits_for_few_numbers(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a packed step: the lengths by which transformers cuts the features of pictures; its own numbers have arrived
-    when they are read."""
+    when they are read. Once, before the first: whether the optimizer's kernel can leave an update out."""
     readers: Counter[str] = Counter()
     for name in ("tolist", "item"):
         monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), readers))
     train(yaml, None, STEPS, *PACKED)
     assert {name: count for name, count in readers.items() if "torch" not in name} == {
         "modeling_qwen3_vl.py get_image_features": 3,
+        "adamw.py _kernel_leaves_out": 2,
     }
 
 

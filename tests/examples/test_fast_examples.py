@@ -1,14 +1,22 @@
-"""Examples of large models take the fast way: nothing switches it off."""
+"""Examples of large models take the fast way: nothing switches it off, and no more is recomputed than memory asks."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from mindspeed_mm.fsdp.params.loader import load_config
-from tests.helpers.released_examples import ROOT
+from mindspeed_mm.fsdp.plan.outline import build_outline
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from tests.examples.test_small_cards import FILES as GENERATORS
+from tests.examples.test_small_cards import READERS, SHARE, predicted_gb
+from tests.helpers.released_examples import ROOT, Example, examples, full_batch
 
 LEAST_BILLIONS = 4
 _SIZE = re.compile(r"_(\d+(?:\.\d+)?)([BT])_")
+_CARD = re.compile(r"_(\d+)GB_")
 
 
 def billions(name: str) -> float:
@@ -22,6 +30,9 @@ FILES = sorted(
     for path in (ROOT / "examples").glob("*/*_config*.yaml")
     if billions(path.name) >= LEAST_BILLIONS and "fsdp2_config" not in path.name
 )
+WITH_DEVICES = [each for each in examples() if each.path in FILES]
+"""Which say of what memory their devices are."""
+CARDS = [path for path in (*READERS, *GENERATORS) if path in FILES]
 
 
 def test_no_example_switches_the_fast_way_off() -> None:
@@ -30,3 +41,39 @@ def test_no_example_switches_the_fast_way_off() -> None:
         features = load_config(path).arguments.features
         assert (features.compile, features.fused_kernels) == ("auto", "auto"), path
         assert features.recompute, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", WITH_DEVICES, ids=lambda example: example.path.stem)
+def test_no_more_is_recomputed_than_memory_asks(example: Example, tmp_path: Path) -> None:
+    """Selective where the forecast of a full micro-batch fits the devices that the file names."""
+    needed = peak_gb(example, tmp_path, example.promise.devices)
+    print(f"{example.path.stem}: {needed:.1f} of {example.promise.gigabytes} GB with selective recomputation")
+    assert says_selective(example.path) == (needed < SHARE * example.promise.gigabytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_no_more_is_recomputed_than_a_card_asks(path: Path, tmp_path: Path) -> None:
+    if path in READERS:
+        needed = peak_gb(Example(path), tmp_path, 1)
+    else:
+        needed = predicted_gb(path, tmp_path, SELECTIVE)
+    (card,) = _CARD.findall(path.name)
+    print(f"{path.stem}: {needed:.1f} GiB with selective recomputation")
+    assert says_selective(path) == (needed < SHARE * int(card))
+
+
+SELECTIVE = "features.recompute_plan.mode=selective"
+
+
+def says_selective(path: Path) -> bool:
+    """Whether a file asks for it."""
+    return load_config(path).arguments.features.recompute_plan.mode == "selective"
+
+
+def peak_gb(example: Example, folder: Path, devices: int) -> float:
+    """GiB of a step with selective recomputation."""
+    arguments = example.arguments(folder / "model", SELECTIVE)
+    batch = full_batch(build_outline(arguments).model, arguments)
+    return forecast(arguments, batch, world_size=devices, device_type="cuda").peak / 2**30

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
-from mindspeed_mm.fsdp.models.loading.folder import STATE
+from mindspeed_mm.fsdp.models.loading.folder import STATE, load_model_config
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -291,6 +291,14 @@ def test_78_private_names_that_nothing_reads_are_ignored(copied: Callable[[str],
 
 
 @pytest.mark.edge("BR18")
+def test_78_attention_of_the_library_that_a_file_was_released_with_is_not_taken_over(
+    copied: Callable[[str], Path],
+) -> None:
+    folder = copied("text")
+    edit_json(folder / "config.json", _attn_implementation="flash_attention_2")
+    assert load_model_config(folder)._attn_implementation is None
+
+
 def test_78_no_name_of_the_configuration_class_can_be_set() -> None:
     plain = PreTrainedConfig()
     own = {name for name in {*dir(plain), *vars(plain)} if name.startswith("_")} - {"_name_or_path"}

@@ -36,6 +36,10 @@ STATE = re.compile(
 )
 """Keys that would set what transformers' configuration class keeps for itself: its state, methods, and kernels to load
 from a hub. Of other names with an underscore, those that no class reads have no effect."""
+_OWN_ATTENTION = "_attn_implementation"
+_ATTENTION_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Of the library itself: a file that was released with one of them (Kimi-K2.5's) says what its authors computed with,
+and here nothing. Any other name would be a kernel to load."""
 _COUNTS = ("num_hidden_layers", "num_layers", "depth")
 _MEASURES = (
     *("hidden_size", "intermediate_size", "out_hidden_size", "embed_dim", "d_model", "vocab_size", "head_dim"),
@@ -111,7 +115,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
             return own_config_class.from_dict(config)
         trusted = trust_remote_code and not is_native
         loaded = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trusted)
-        return _of_numbers(loaded)
+        return _as_trained(loaded)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelFolderError(
@@ -121,13 +125,15 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
         ) from error
 
 
-def _of_numbers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the model that is trained, whose weights are numbers, however the folder keeps them."""
+def _as_trained(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the model that is trained: its weights are numbers, however the folder keeps them, and what
+    computes attention is chosen here."""
     config.__dict__.pop("quantization_config", None)
+    config._attn_implementation = None
     for name in attribute_at(config, "sub_configs", {}):
         section = attribute_at(config, name)
         if section is not None:
-            _of_numbers(section)
+            _as_trained(section)
     return config
 
 
@@ -202,7 +208,7 @@ def _class_of_folder(config: PreTrainedConfig, folder: Path) -> type | None:
 def _check_keys(config: Mapping[str, object], path: Path, section: str = "") -> None:
     """Refuse private keys, and weights that are quantised in a way that is not read, at any depth."""
     for key, value in config.items():
-        if STATE.fullmatch(key):
+        if STATE.fullmatch(key) and not (key == _OWN_ATTENTION and value in _ATTENTION_NAMES):
             raise ModelFolderError(
                 f"'{key}' is internal state of a configuration, which no library writes into its file",
                 where=str(path),
