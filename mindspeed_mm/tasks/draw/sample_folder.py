@@ -70,7 +70,7 @@ class SampleFolder:
         make_writable_folder(self.path)
         if overwrite:
             self._clear()
-        wanted = {_key(order): order for order in orders}
+        wanted = {(order.prompt.number, order.number): order for order in orders}
         found = {}
         for entry in self._entries():
             self._check(entry, wanted)
@@ -167,7 +167,3 @@ class SampleFolder:
             key="--out",
             way_out="Choose another folder, or add --overwrite to start again.",
         )
-
-
-def _key(order: SampleOrder) -> Key:
-    return order.prompt.number, order.number

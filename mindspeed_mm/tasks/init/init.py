@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
-from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, count_problems
+from mindspeed_mm.core.errors import ConfigError, MMError, UsageError, count_problems
 from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
@@ -361,7 +361,8 @@ def _peak(sections: Mapping[str, Any], devices: int, overrides: Sequence[str] = 
 
     result = check.run(dict(sections), [*overrides, "training.save=null"], nproc=devices)
     if result.problems:
-        problems = [_in_options(problem) for problem in result.problems]
+        # A problem of a key that an option has set is a problem of the option.
+        problems = [replace(problem, key=_OPTIONS.get(problem.key, problem.key)) for problem in result.problems]
         raise ConfigError(count_problems("the model and its rows", problems), problems=problems)
     peak = result.predicted_memory.get("peak_bytes")
     if not isinstance(peak, int):
@@ -376,11 +377,6 @@ _OPTIONS = {
     f"{BASIC}.dataset_dir": "--data",
 }
 """Key that an option sets → the option."""
-
-
-def _in_options(problem: Problem) -> Problem:
-    """A problem of a key that an option has set is a problem of the option."""
-    return replace(problem, key=_OPTIONS.get(problem.key, problem.key))
 
 
 def _comment(text: str) -> str:

@@ -70,7 +70,12 @@ def _describe(config: Config) -> MegatronModel:
             *_vision_rules(f"{hub}visual.", vision),
             *_audio_rules(f"{hub}audio_tower.", audio),
         ],
-        cuts={**text_cuts(text), **_vision_cuts(vision), **_audio_cuts(audio)},
+        cuts={
+            **text_cuts(text),
+            **attention_cuts(vision["num_heads"]),
+            **gated_mlp_cuts(f"{BLOCK}mlp."),
+            **_audio_cuts(audio),
+        },
         tied_head=has_tied_head(thinker),
         vocabulary=text["vocab_size"],
         not_carried=not_carried,
@@ -104,10 +109,6 @@ def _audio_rules(hub: str, audio: Config) -> list[KeyRule]:
     for name in _ENDS:
         rules.append(KeyRule(f"{hub}{name}.{{p}}", f"{_ENCODER}{name}.{{p}}"))
     return rules
-
-
-def _vision_cuts(vision: Config) -> dict[str, TensorCut]:
-    return {**attention_cuts(vision["num_heads"]), **gated_mlp_cuts(f"{BLOCK}mlp.")}
 
 
 def _audio_cuts(audio: Config) -> dict[str, TensorCut]:

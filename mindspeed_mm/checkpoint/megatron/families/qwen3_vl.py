@@ -24,7 +24,7 @@ from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     text_cuts,
     text_rules,
 )
-from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel, TensorCut
+from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel
 
 _TEXT, _VISUAL = "model.language_model.", "model.visual."
 _EXPERTS, _LOCAL = f"{_TEXT}layers.{{n}}.mlp.experts.", f"{LAYER}mlp.experts.local_experts.{{e}}."
@@ -44,7 +44,13 @@ def _describe(config: Config) -> MegatronModel:
         towers=(TEXT, _TOWER),
         depths={"text": text["num_hidden_layers"], "vision": vision["depth"]},
         rules=rules,
-        cuts={**text_cuts(text), **gated_mlp_cuts(_LOCAL), **_vision_cuts(vision)},
+        cuts={
+            **text_cuts(text),
+            **gated_mlp_cuts(_LOCAL),
+            **attention_cuts(vision["num_heads"]),
+            **mlp_cuts(f"{BLOCK}mlp."),
+            **mlp_cuts(f"{BLOCK}deepstack_layer.encoder."),
+        },
         tied_head=has_tied_head(config),
         vocabulary=text["vocab_size"],
         experts=experts,
@@ -83,14 +89,6 @@ def _merger_rules(hub: str, own: str) -> list[KeyRule]:
         KeyRule(f"{hub}norm.{{p}}", f"{own}layernorm.{{p}}"),
         *renamings(_LINEARS, hub, f"{own}encoder."),
     ]
-
-
-def _vision_cuts(vision: Config) -> dict[str, TensorCut]:
-    return {
-        **attention_cuts(vision["num_heads"]),
-        **mlp_cuts(f"{BLOCK}mlp."),
-        **mlp_cuts(f"{BLOCK}deepstack_layer.encoder."),
-    }
 
 
 QWEN3_VL = MegatronFamily("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), _describe)
