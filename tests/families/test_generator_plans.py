@@ -39,13 +39,20 @@ PLANS = {
     "pipeline": (2, (STAGES, "training.micro_batch_size=1", "training.gradient_accumulation_steps=2")),
 }  # fmt: skip
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
-SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana") and not name.endswith("_replace"))
+SPREAD = tuple(
+    name for name in FAMILIES if not name.startswith("sana") and not name.endswith(("_replace", "opensoraplan_1_5"))
+)
 IN_SETS = ("opensoraplan", "opensoraplan_i2v")
 """Families that attend within sets of tokens: ranks of a ring would hold parts of them."""
 ON_RINGS = tuple(name for name in SPREAD if name not in IN_SETS)
 SPLIT = tuple(name for name in FAMILIES if name not in ("lumina2", "z_image", "sana_video"))
 """The tiny Lumina has one head of keys, and the tiny Z-Image an odd number of features."""
-CHAINS = (*(name for name in FAMILIES if name not in ("wan2_2", "wan2_2_i2v")), "kontext", "fill", "flf2v")
+CHAINS = (
+    *(name for name in FAMILIES if name not in ("wan2_2", "wan2_2_i2v", "opensoraplan_1_5")),
+    "kontext",
+    "fill",
+    "flf2v",
+)
 """Families whose blocks run one behind the other."""
 BY_DEFAULT = {
     "pipeline": ("flux2", "cogvideox"),

@@ -1,5 +1,5 @@
-"""Open-Sora Plan 1.3 written out in fp64 over dictionaries of weights, with nothing of the package: transformer (who
-attends to whom is a table of all pairs), WF-VAE (loops over bands), and the sampler's steps."""
+"""Open-Sora Plan 1.3 and 1.5 written out in fp64 over dictionaries of weights, with nothing of the package:
+transformers (who attends to whom is a table of all pairs), WF-VAE (loops over bands), and the table of noise."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
-def turn(x: torch.Tensor, heads: int, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Each third of a head is turned by one coordinate: pairs (i, i + D/6) by place · 10000^(−6i / D)."""
+def turn(x: torch.Tensor, heads: int, grid: tuple[int, int, int], widths: tuple[int, ...] = ()) -> torch.Tensor:
+    """Each part of a head, of width W, is turned by one coordinate: pairs (i, i + W/2) by place · 10000^(−2i / W). The
+    parts are thirds, or of `widths`."""
     x = x.unflatten(2, (heads, -1)).clone()
-    third = x.shape[-1] // 3
+    widths = widths or (x.shape[-1] // 3,) * 3
     places = list(itertools.product(*map(range, grid)))
-    for axis in range(3):
-        for pair in range(third // 2):
-            first, second = axis * third + pair, axis * third + pair + third // 2
-            angle = torch.tensor([place[axis] * 10000.0 ** (-2 * pair / third) for place in places]).double()
+    for axis, width in enumerate(widths):
+        start = sum(widths[:axis])
+        for pair in range(width // 2):
+            first, second = start + pair, start + pair + width // 2
+            angle = torch.tensor([place[axis] * 10000.0 ** (-2 * pair / width) for place in places]).double()
             cos, sin = angle.cos()[:, None], angle.sin()[:, None]
             a, b = x[..., first].clone(), x[..., second].clone()
             x[..., first], x[..., second] = a * cos - b * sin, b * cos + a * sin
@@ -99,11 +101,110 @@ def transformer(
         h = h + table[:, 5] * linear(w, f"{block}.ff.net.2", inner)
     shift, scale = (w["scale_shift_table"] + embedded[:, None]).unbind(1)
     h = linear(w, "proj_out", F.layer_norm(h, (width,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None])
-    out = x.new_zeros(len(x), config["out_channels"], *x.shape[2:])
+    return put_together(h, grid)
+
+
+def put_together(h: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+    """(B, L, 4 C) patches → (B, C, T, H, W)."""
+    out = h.new_zeros(len(h), h.shape[2] // 4, grid[0], 2 * grid[1], 2 * grid[2])
     for token, (t, row, column) in enumerate(itertools.product(*map(range, grid))):
         square = h[:, token].unflatten(1, (2, 2, -1)).permute(0, 3, 1, 2)
         out[:, :, t, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = square
     return out
+
+
+def time_waves(time: torch.Tensor, width: int) -> torch.Tensor:
+    """In fp32, as everywhere."""
+    waves = torch.exp(-math.log(10000) * torch.arange(width // 2).float() / (width // 2)) * time.float()[:, None]
+    return torch.cat([waves.cos(), waves.sin()], dim=1).double()
+
+
+def layer_norm(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+
+def rms_norm(w: Weights, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Over each head."""
+    x = x.unflatten(2, (heads, -1))
+    return (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]).flatten(2)
+
+
+def joint_attention(
+    w: Weights, at: str, x: torch.Tensor, c: torch.Tensor, heads: int, grid: Any, sets: int, in_runs: bool, told: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of video and caption: for each set of the video apart, and of the caption the mean over all sets."""
+    dim = x.shape[-1] // heads
+    widths = (dim // 16 * 4, dim // 16 * 6, dim // 16 * 6)
+    q = turn(rms_norm(w, f"{at}.norm_q", linear(w, f"{at}.to_q", x), heads), heads, grid, widths)
+    k = turn(rms_norm(w, f"{at}.norm_k", linear(w, f"{at}.to_k", x), heads), heads, grid, widths)
+    v = linear(w, f"{at}.to_v", x)
+    cq = rms_norm(w, f"{at}.norm_added_q", linear(w, f"{at}.add_q_proj", c), heads)
+    ck = rms_norm(w, f"{at}.norm_added_k", linear(w, f"{at}.add_k_proj", c), heads)
+    cv = linear(w, f"{at}.add_v_proj", c)
+    pairs = seen_pairs(x.shape[1], sets, in_runs)
+    video, captions, done = torch.zeros_like(x), [], set()
+    for first in range(sets * sets if in_runs else sets):
+        members = pairs[first].nonzero().flatten() if first < x.shape[1] else torch.empty(0, dtype=torch.long)
+        number = first // sets % sets if in_runs else first
+        if number in done:
+            continue
+        done.add(number)
+        seen = torch.cat([torch.ones(len(x), len(members), dtype=torch.bool), told], dim=1)[:, None, None]
+        joined = (torch.cat([own[:, members], text], dim=1) for own, text in ((q, cq), (k, ck), (v, cv)))
+        made = attention(*joined, heads, seen)
+        video[:, members] = made[:, : len(members)]
+        captions.append(made[:, len(members) :])
+    assert len(captions) == sets
+    return video, torch.stack(captions).mean(0)
+
+
+def joint_transformer(
+    w: Weights,
+    config: Mapping[str, Any],
+    x: torch.Tensor,
+    time: torch.Tensor,
+    text: torch.Tensor,
+    text_mask: torch.Tensor,
+    pooled: torch.Tensor,
+) -> torch.Tensor:
+    """That of 1.5: the prediction, (B, C, T, H, W)."""
+    heads, grid = config["num_attention_heads"], (x.shape[2], x.shape[3] // 2, x.shape[4] // 2)
+    h, c = patches(w, "patch_embed.proj", x), linear(w, "caption_projection", text)
+    at = "time_text_embed.timestep_embedder"
+    temb = linear(w, f"{at}.linear_1", time_waves(time, config["timestep_embed_dim"]))
+    temb = linear(w, f"{at}.linear_2", F.silu(temb))
+    at = "time_text_embed.text_embedder"
+    temb = F.silu(temb + linear(w, f"{at}.linear_2", F.silu(linear(w, f"{at}.linear_1", pooled))))
+
+    def projected(name: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(w, f"{name}.net.2", F.gelu(linear(w, f"{name}.net.0.proj", x), approximate="tanh"))
+
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    depths, half = config["num_layers"], len(config["num_layers"]) // 2
+    for stage, (depth, sets) in enumerate(zip(depths, config["sparse_n"], strict=True)):
+        if stage > half:
+            before = kept.pop()
+            h = linear(w, f"skip_norm_linear.{stage - half - 1}.1", torch.cat([h, before[0]], dim=2))
+            c = linear(w, f"skip_norm_linear_enc.{stage - half - 1}.1", torch.cat([c, before[1]], dim=2))
+        for number in range(depth):
+            block, is_last = f"transformer_blocks.{stage}.{number}", stage == 2 * half and number == depth - 1
+            s, m, g, cs, cm, cg = (each[:, None] for each in linear(w, f"{block}.norm1.linear", temb).chunk(6, 1))
+            n = layer_norm(w, f"{block}.norm1.norm", h) * (1 + m) + s
+            cn = layer_norm(w, f"{block}.norm1.norm_enc", c) * (1 + cm) + cs
+            in_runs = sets > 1 and number % 2 == 1
+            attn = f"{block}.attn1"
+            made, told = joint_attention(w, attn, n, cn, heads, grid, sets, in_runs, text_mask.bool())
+            h = h + g * linear(w, f"{attn}.to_out.0", made)
+            c = c if is_last else c + cg * linear(w, f"{attn}.to_add_out", told)
+            s, m, g, cs, cm, cg = (each[:, None] for each in linear(w, f"{block}.norm2.linear", temb).chunk(6, 1))
+            h = h + g * projected(f"{block}.ff", layer_norm(w, f"{block}.norm2.norm", h) * (1 + m) + s)
+            if not is_last:
+                c = c + cg * projected(f"{block}.ff_enc", layer_norm(w, f"{block}.norm2.norm_enc", c) * (1 + cm) + cs)
+        if stage < half:
+            kept.append((h, c))
+    shift, scale = linear(w, "norm_out.linear", temb).chunk(2, 1)
+    h = layer_norm(w, "norm_out.norm", layer_norm(w, "norm_final", h)) * (1 + scale[:, None]) + shift[:, None]
+    return put_together(linear(w, "proj_out", h), grid)
 
 
 # --- WF-VAE -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.helpers.tiny_generators import (
     t5_tokenizer,
 )
 from tests.helpers.tiny_language_models import CHAT, FLOW, QWEN_VL_TEXT, WIDTH, character_tokenizer, gemma, qwen3
-from tests.helpers.tiny_opensoraplan import make_tiny_opensoraplan
+from tests.helpers.tiny_opensoraplan import make_tiny_opensoraplan, make_tiny_opensoraplan_1_5
 from tests.helpers.tiny_video_families import (
     make_tiny_cogvideox,
     make_tiny_hunyuan_video,
@@ -360,6 +360,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "ltx_video_i2v": TinyFamily(make_tiny_ltx_video, side=32, frames=5, task="i2v", given_frames=1),
     "opensoraplan": TinyFamily(make_tiny_opensoraplan, side=32, frames=5),
     "opensoraplan_i2v": TinyFamily(lambda folder: make_tiny_opensoraplan(folder, "i2v"), side=32, frames=5),
+    "opensoraplan_1_5": TinyFamily(make_tiny_opensoraplan_1_5, side=32, frames=9),
     "sana_video": TinyFamily(make_tiny_sana_video, side=32, frames=5, settings={"use_resolution_binning": False}),
 }
 """Case of `tests/families/test_generators.py` → how to make it."""

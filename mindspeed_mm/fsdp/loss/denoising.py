@@ -222,7 +222,7 @@ class DenoisingObjective:
         shift = self._arguments.shift
         if isinstance(shift, float):
             return shift
-        tokens = self._adapter.geometry.tokens(tuple(latent_shape))
+        tokens = self._adapter.shift_tokens(tuple(latent_shape))
         if shift == "resolution":
             return self._adapter.resolution_shift(tokens)
         return self._adapter.released_shift(tokens)

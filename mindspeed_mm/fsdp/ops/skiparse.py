@@ -93,3 +93,46 @@ def skiparse_attention(
         return attend(query, key, value, None if key_mask is None else key_mask[:, None, None])
     mask = sets.shown(length, key_mask, query)
     return sets.collect(attend(sets.deal(query), sets.deal(key), sets.deal(value), mask), length)
+
+
+def joint_skiparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    told: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sets: SkiparseSets,
+    attend: Attend,
+    told_mask: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of video tokens to their set and to a caption, which is in every set. Tokens of the caption attend in
+    each set, and get the mean over the sets. Returns (B, L, H, D) of the video and (B, S, H, D) of the caption.
+
+    Args:
+        query: (B, L, H, D) of the video.
+        key: Of the same shape.
+        value: Of the same shape.
+        told: Queries, keys and values of the caption, (B, S, H, D).
+        sets: How tokens of the video are dealt.
+        attend: The kernel.
+        told_mask: (B, S) bool: False hides a token of the caption from everyone.
+        key_mask: (B, L) bool: the same of the video.
+    """
+    length, text = query.shape[1], told[0].shape[1]
+    each = sets.sets
+    joined = []
+    for of_video, of_text in zip((query, key, value), told, strict=True):
+        dealt = sets.deal(of_video) if each > 1 else of_video
+        joined.append(torch.cat([dealt, of_text.repeat_interleave(each, dim=0)], dim=1))
+    seen = sets.shown(length, key_mask, query)
+    mask = None
+    if seen is not None or told_mask is not None:
+        rows, size = len(joined[0]), joined[0].shape[1] - text
+        if seen is None:
+            seen = torch.ones(rows, 1, 1, size, dtype=torch.bool, device=query.device)
+        if told_mask is None:
+            told_mask = torch.ones(len(query), text, dtype=torch.bool, device=query.device)
+        mask = torch.cat([seen, told_mask.repeat_interleave(each, dim=0)[:, None, None]], dim=-1)
+    made = attend(*joined, mask)
+    video, caption = made.split([made.shape[1] - text, text], dim=1)
+    return sets.collect(video, length) if each > 1 else video, caption.unflatten(0, (-1, each)).mean(dim=1)

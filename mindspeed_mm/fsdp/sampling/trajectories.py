@@ -32,7 +32,7 @@ def noise_grid(
         steps: At least one.
         shift: `training.diffusion.shift`; None: the grid is that of the folder's scheduler.
     """
-    tokens = adapter.geometry.tokens(latent_shape)
+    tokens = adapter.shift_tokens(latent_shape)
     if shift is not None:
         by = adapter.resolution_shift(tokens) if isinstance(shift, str) else shift
         levels = [shift_sigma(1 - index / steps, by) for index in range(steps)]

@@ -50,6 +50,9 @@ class Adapter:
         assert output[0].shape == shapes["latents"]
         return {"latents": output[0]}
 
+    def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        return self.geometry.tokens(latent_shape)
+
     def released_shift(self, tokens: int) -> float:
         return 3.0
 

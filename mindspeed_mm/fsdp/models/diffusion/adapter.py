@@ -275,6 +275,10 @@ class DiffusionAdapter(FamilyFolder):
             return self.resolution_shift(tokens)
         return float(scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
 
+    def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens that the shift by resolution goes by, of latents (C, H, W) or (C, T, H, W). Here: all of them."""
+        return self.geometry.tokens(latent_shape)
+
     def released_end(self) -> float:
         """The noise level that the folder's scheduler stretches its last step to (`shift_terminal`), else 0."""
         return float(self.component_config("scheduler").get("shift_terminal") or 0.0)

@@ -1,5 +1,5 @@
-"""Open-Sora Plan 1.3: text to video, and from a first frame. Transformers, VAE and pipelines, which diffusers lacks,
-stand beside this module."""
+"""Open-Sora Plan 1.3 (text to video, and from a first frame) and 1.5 (text to video). Transformers, VAE and pipelines,
+which diffusers lacks, stand beside this module."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.geometry import Config, LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
-from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, FlowPath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
-from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows
+from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, POOLED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
 _HERE = "mindspeed_mm.fsdp.models.opensoraplan"
-_INPAINT = "OpenSoraInpaintPipeline"
+_INPAINT, _JOINT = "OpenSoraInpaintPipeline", "OpenSoraJointPipeline"
 _IN_TIME = "Spatial2xTime2x3DDownsample"
 
 
@@ -76,9 +76,11 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
     own_classes: ClassVar[Mapping[str, str]] = {
         "OpenSoraT2V_v1_3": f"{_HERE}.transformer_1_3",
         "OpenSoraInpaint_v1_3": f"{_HERE}.transformer_1_3",
+        "OpenSoraT2V_v1_5": f"{_HERE}.transformer_1_5",
         "WFVAEModel": f"{_HERE}.wf_vae",
         "OpenSoraPipeline": f"{_HERE}.pipeline",
         _INPAINT: f"{_HERE}.pipeline",
+        _JOINT: f"{_HERE}.pipeline",
     }
     pipelines: ClassVar[Mapping[str, str]] = {"t2v": "OpenSoraPipeline"}
     # scripts/text_condition/gpu/sample_t2v_v1_3.sh of PKU-YuanGroup/Open-Sora-Plan
@@ -114,8 +116,9 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
 
     @classmethod
     def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
-        """The weights that take frames are another class."""
-        return OpenSoraPlanInpaintAdapter if index.get("_class_name") == _INPAINT else cls
+        """The weights that take frames, and those of 1.5, are other classes."""
+        others = {_INPAINT: OpenSoraPlanInpaintAdapter, _JOINT: OpenSoraPlanJointAdapter}
+        return others.get(str(index.get("_class_name")), cls)
 
     @cached_property
     def noise_path(self) -> NoisePath:
@@ -153,3 +156,46 @@ class OpenSoraPlanInpaintAdapter(OpenSoraPlanAdapter):
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         return {"condition_latents": latent_shape}
+
+
+class OpenSoraPlanJointAdapter(OpenSoraPlanAdapter):
+    """Open-Sora Plan 1.5: flow matching over stages of joint attention."""
+
+    transformer_class = "OpenSoraT2V_v1_5"
+    pipelines: ClassVar[Mapping[str, str]] = {"t2v": _JOINT}
+    uses = (ReleaseUse("Open-Sora Plan 1.5", fps=24.0),)  # examples/opensoraplan1.5/inference_model.json, MindSpeed-MM
+    draws = frozenset()
+    blocks = ("transformer_blocks.{*}.{*}",)
+    sample_plan = None
+    whole_because = "a caption attends within every set of the video's tokens"
+    cut_points = None
+    uncut_because = "its first stages are connected with its last"
+    lora_targets = layers_of("*.attn1", with_captions=True)
+    streams = {
+        "time_text_embed*": "samples",
+        "*norm*.linear": "samples",
+        "caption_projection": "caption",
+        "*.add_*": "caption",
+        "*.to_add_out": "caption",
+        "*.ff_enc*": "caption",
+        "skip_norm_linear_enc*": "caption",
+    }
+    memory_streams = ("samples",)
+    encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    sizes = LatentSizes(32, ("vae.latent_dim", "transformer.in_channels"), _ratios, is_video=True)
+    captions = CaptionRows((EMBEDS, MASK, POOLED), MASKED, UNGUIDED)
+    text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK, "pooled_projections": POOLED}
+    time_scale = 1000
+
+    @cached_property
+    def noise_path(self) -> NoisePath:
+        """Flow matching."""
+        return FlowPath()
+
+    def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens of a frame: its authors shift by the size of the picture, whatever the length."""
+        return super().shift_tokens((latent_shape[0], 1, *latent_shape[2:]))
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Latents, 1000 σ and the captions, as of most families."""
+        return DiffusionAdapter.inputs(self, noisy, sigma, batch, guidance)

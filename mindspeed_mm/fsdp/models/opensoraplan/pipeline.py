@@ -1,10 +1,11 @@
-"""The pipelines of Open-Sora Plan 1.3, as diffusers has those of other families: caption, denoising, decoding."""
+"""The pipelines of Open-Sora Plan, as diffusers has those of other families: caption, denoising, decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.video_processor import VideoProcessor
@@ -15,6 +16,8 @@ from mindspeed_mm.fsdp.models.opensoraplan.modeling_opensoraplan import given_fr
 
 _PIXELS = 8
 """Along a side of a latent position."""
+_RESCALE = 0.7
+"""How much of 1.5's guidance is brought back to the deviation of the prediction."""
 Generators = torch.Generator | list[torch.Generator] | None
 
 
@@ -52,6 +55,24 @@ class OpenSoraPipeline(DiffusionPipeline):
             list(prompt), padding="max_length", max_length=max_sequence_length, truncation=True, return_tensors="pt"
         ).to(self.text_encoder.device)
         return self.text_encoder(read.input_ids, attention_mask=read.attention_mask)[0], read.attention_mask
+
+    def _told(self, texts: Sequence[str], tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """What the transformer is given of captions, by argument."""
+        embeds, mask = self.encode_prompt(texts, max_sequence_length=tokens)
+        return {"encoder_hidden_states": embeds.to(dtype), "encoder_attention_mask": mask}
+
+    def _begin(self, steps: int, noise: torch.Tensor) -> torch.Tensor:
+        """Set the sampler's times; returns what it starts from."""
+        self.scheduler.set_timesteps(steps, device=noise.device)
+        return noise * self.scheduler.init_noise_sigma
+
+    def _scaled(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Latents as the transformer takes them."""
+        return self.scheduler.scale_model_input(latents, time)
+
+    def _guided(self, without: torch.Tensor, asked: torch.Tensor, scale: float) -> torch.Tensor:
+        """Classifier-free guidance."""
+        return without + scale * (asked - without)
 
     def conditions(self, image: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor | None:
         """What stands behind the channels of the latents; None: nothing."""
@@ -95,29 +116,26 @@ class OpenSoraPipeline(DiffusionPipeline):
         negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
         is_guided = guidance_scale > 1
         texts = negative + prompts if is_guided else prompts
-        embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
-        device, dtype = embeds.device, self.transformer.dtype
+        device, dtype = self.text_encoder.device, self.transformer.dtype
+        told = self._told(texts, max_sequence_length, dtype)
         if latents is None:
             shape = (self.vae.config.latent_dim, (num_frames - 1) // self.vae.temporal_ratio + 1)
             latents = self._noise((len(prompts), *shape, height // _PIXELS, width // _PIXELS), generator)
-        self.scheduler.set_timesteps(num_inference_steps, device=device)
-        latents = latents.to(device) * self.scheduler.init_noise_sigma
+        latents = self._begin(num_inference_steps, latents.to(device))
         behind = self.conditions(image, latents, height, width)
         for time in self.progress_bar(self.scheduler.timesteps):
-            noisy = self.scheduler.scale_model_input(latents, time)
+            noisy = self._scaled(latents, time)
             if behind is not None:
                 noisy = torch.cat([noisy, behind.to(noisy.dtype)], dim=1)
             noisy = torch.cat([noisy] * 2) if is_guided else noisy
             said = self.transformer(
                 hidden_states=noisy.to(dtype),
                 timestep=time.expand(len(noisy)),
-                encoder_hidden_states=embeds.to(dtype),
-                encoder_attention_mask=mask,
+                **told,
                 return_dict=False,
             )[0].to(latents.dtype)
             if is_guided:
-                without, asked = said.chunk(2)
-                said = without + guidance_scale * (asked - without)
+                said = self._guided(*said.chunk(2), guidance_scale)
             latents = self.scheduler.step(said, time, latents, generator=generator, return_dict=False)[0]
         ready = unstandardised(latents, *latent_numbers(self.vae)).to(self.vae.dtype)
         frames = self.vae.decode(ready, return_dict=False)[0]
@@ -154,3 +172,114 @@ class OpenSoraInpaintPipeline(OpenSoraPipeline):
         masked = standardised(posterior_mode(self.vae, video), *latent_numbers(self.vae))
         masked = masked.expand(len(latents), -1, -1, -1, -1).to(latents.dtype)
         return torch.cat([masked, given_frames(latents, ratio)], dim=1)
+
+
+class OpenSoraJointPipeline(OpenSoraPipeline):
+    """Text to video by 1.5: flow matching, and a pooled caption beside the tokens of the other encoder.
+
+    Args:
+        vae: WF-VAE.
+        text_encoder: T5.
+        tokenizer: Its.
+        text_encoder_2: CLIP with its projection.
+        tokenizer_2: Its.
+        transformer: Of 1.5.
+        scheduler: `FlowMatchEulerDiscreteScheduler`.
+        linear_quadratic: Sample by `linear_quadratic_levels` instead of equal steps with the scheduler's shift.
+    """
+
+    def __init__(
+        self,
+        vae: Any,
+        text_encoder: Any,
+        tokenizer: Any,
+        text_encoder_2: Any,
+        tokenizer_2: Any,
+        transformer: Any,
+        scheduler: Any,
+        linear_quadratic: bool = False,
+    ) -> None:
+        super().__init__(vae, text_encoder, tokenizer, transformer, scheduler)
+        self.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
+        self.register_to_config(linear_quadratic=linear_quadratic)
+
+    def encode_prompt(  # type: ignore[override]
+        self, prompt: Sequence[str], do_classifier_free_guidance: bool = False, max_sequence_length: int = 512
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features and mask as of 1.3, and pooled ones (B, D). Arguments as there."""
+        embeds, mask = super().encode_prompt(prompt, max_sequence_length=max_sequence_length)
+        read = self.tokenizer_2(
+            list(prompt), padding="max_length", max_length=77, truncation=True, return_tensors="pt"
+        ).to(self.text_encoder_2.device)
+        pooled = self.text_encoder_2(read.input_ids, attention_mask=read.attention_mask).text_embeds
+        return embeds, mask, pooled
+
+    def _told(self, texts: Sequence[str], tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        embeds, mask, pooled = self.encode_prompt(texts, max_sequence_length=tokens)
+        told = {"encoder_hidden_states": embeds.to(dtype), "encoder_attention_mask": mask}
+        return told | {"pooled_projections": pooled.to(dtype)}
+
+    def _begin(self, steps: int, noise: torch.Tensor) -> torch.Tensor:
+        levels = np.linspace(1.0, 0.0, steps + 1)[:-1]
+        if self.config.linear_quadratic:
+            self.scheduler.set_shift(1.0)
+            levels = linear_quadratic_levels(steps)
+        self.scheduler.set_timesteps(sigmas=levels, device=noise.device)
+        return noise
+
+    def _scaled(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return latents
+
+    def _guided(self, without: torch.Tensor, asked: torch.Tensor, scale: float) -> torch.Tensor:
+        """With its deviation brought to that of the prompt's own prediction, by 0.7 (Lin et al. 2023, arXiv 2305.08891,
+        section 3.4)."""
+        made = super()._guided(without, asked, scale)
+        over = tuple(range(1, made.dim()))
+        rescaled = made * asked.std(dim=over, keepdim=True) / made.std(dim=over, keepdim=True)
+        return _RESCALE * rescaled + (1 - _RESCALE) * made
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] = "",
+        height: int = 576,
+        width: int = 1024,
+        num_frames: int = 121,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 7.0,
+        **others: Any,
+    ) -> tuple[Any] | dict[str, Any]:
+        """Clips; arguments as of 1.3, with the defaults of 1.5."""
+        return super().__call__(
+            prompt,
+            negative_prompt,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            **others,
+        )
+
+
+def linear_quadratic_levels(steps: int) -> np.ndarray:
+    """Noise levels of so many steps, the last one left out: the first half goes down by 1 / N each, as N steps do, the
+    second half by a parabola that meets it and ends at 0 (Movie Gen, arXiv 2410.13720, section 3.4.2). N is 10 times
+    the steps, between 250 and 1000.
+
+    Args:
+        steps: An even number.
+
+    Raises:
+        ValueError: It is not even.
+    """
+    if steps % 2:
+        raise ValueError(f"{steps} steps: a linear and quadratic schedule has two halves of as many")
+    half, fine = steps // 2, min(max(10 * steps, 250), 1000) // 2
+    at = np.arange(half, steps)
+    linear = np.arange(half) / (2 * fine)
+    square = (fine - half) / (fine * half**2)
+    slope = (5 * half - 4 * fine) / (2 * fine * half)
+    start = (fine - half) / fine
+    return 1 - np.concatenate([linear, square * at**2 + slope * at + start])

@@ -20,7 +20,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.normalization import AdaLayerNormSingle
 from torch import nn
 
-from mindspeed_mm.fsdp.models.opensoraplan.rotary import Tables, rotary_tables, rotated
+from mindspeed_mm.fsdp.models.opensoraplan.rotary import Tables, rotary_tables, rotated, thirds
 from mindspeed_mm.fsdp.ops.skiparse import SkiparseSets, skiparse_attention
 
 _EVERY = SkiparseSets(1)
@@ -67,7 +67,8 @@ class SkiparseProcessor:
         key = attn.to_k(source).unflatten(2, (attn.heads, -1))
         value = attn.to_v(source).unflatten(2, (attn.heads, -1))
         if image_rotary_emb is not None:
-            query, key = rotated(query, image_rotary_emb), rotated(key, image_rotary_emb)
+            widths = thirds(query.shape[-1])
+            query, key = rotated(query, image_rotary_emb, widths), rotated(key, image_rotary_emb, widths)
 
         output = skiparse_attention(query, key, value, self.sets, self._kernel, attention_mask)
         return attn.to_out[1](attn.to_out[0](output.flatten(2)))
@@ -132,11 +133,24 @@ class FramePatches(nn.Module):
         return frames.flatten(2).unflatten(0, (len(latents), -1)).transpose(2, 3).flatten(1, 2)
 
 
+class ZeroLinear(nn.Linear):
+    """A layer that gives zeros before something is learned."""
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        nn.init.zeros_(self.weight)
+
+
 def _added_patches(patch: int, channels: int, width: int) -> nn.ModuleList:
     """Patches that add nothing to those of the latents before something is learned."""
-    linear = nn.Linear(width, width, bias=False)
-    nn.init.zeros_(linear.weight)
-    return nn.ModuleList([FramePatches(patch, channels, width), linear])
+    return nn.ModuleList([FramePatches(patch, channels, width), ZeroLinear(width, width, bias=False)])
+
+
+def frames_of_patches(patches: torch.Tensor, grid: tuple[int, int, int], patch: int) -> torch.Tensor:
+    """Invert the order of `FramePatches`: (B, L, patch² · C) → (B, C, T, H, W)."""
+    # (B, T, rows, columns, p, q, C) → (B, C, T, rows, p, columns, q)
+    patches = patches.unflatten(2, (patch, patch, -1)).unflatten(1, grid).permute(0, 6, 1, 2, 4, 3, 5)
+    return patches.flatten(5, 6).flatten(3, 4)
 
 
 class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
@@ -255,7 +269,7 @@ class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
         tokens = self.tokens_of(hidden_states)
         time, embedded = self.adaln_single(timestep, batch_size=rows, hidden_dtype=tokens.dtype)
         scales = (config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w)
-        tables = rotary_tables(grid, config.attention_head_dim, tokens, scales)
+        tables = rotary_tables(grid, thirds(config.attention_head_dim), tokens, scales)
         caption = self.caption_projection(encoder_hidden_states)
         told = None if encoder_attention_mask is None else encoder_attention_mask.bool()
         if attention_mask is not None:
@@ -265,9 +279,7 @@ class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
             tokens = block(tokens, caption, time.unflatten(1, (6, -1)), tables, attention_mask, told)
         shift, scale = (self.scale_shift_table + embedded[:, None]).chunk(2, dim=1)
         patches = self.proj_out(self.norm_out(tokens) * (1 + scale) + shift)
-        # (B, T, rows, columns, p, q, C) → (B, C, T, rows, p, columns, q)
-        patches = patches.view(rows, *grid, patch, patch, -1).permute(0, 6, 1, 2, 4, 3, 5)
-        sample = patches.flatten(5, 6).flatten(3, 4)
+        sample = frames_of_patches(patches, grid, patch)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
