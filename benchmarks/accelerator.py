@@ -62,6 +62,7 @@ class Session:
         tiny: Sizes for a quick look on a CPU.
         peak_tflops: Peak of the accelerator in bf16, where its name says too little.
         parts: What to run.
+        limit_s: Of all; the limits of parts grow and shrink with it.
     """
 
     work: Path
@@ -69,9 +70,10 @@ class Session:
     tiny: bool = False
     peak_tflops: float | None = None
     parts: Sequence[str] = PARTS
+    limit_s: float = LIMIT_S
 
     def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + LIMIT_S
+        self.deadline = time.monotonic() + self.limit_s
 
     def run(self) -> dict[str, Any]:
         """All parts that are asked for."""
@@ -84,9 +86,9 @@ class Session:
 
     def promises(self) -> dict[str, Any]:
         """What is fast by default against what it replaced; those that were measured before the process failed stay."""
-        folder, seconds = self.work / "promises", min(PROMISES_S, self._left_s() - LEAST_S)
+        folder, seconds = self.work / "promises", min(PROMISES_S * self.limit_s / LIMIT_S, self._left_s() - LEAST_S)
         words = [str(folder), str(seconds), *(["--tiny"] if self.tiny else [])]
-        ended = self._guarded(partial(self._ended, words, seconds + SPARE_S))
+        ended = self._guarded(partial(self._ended, words, PROMISES_S + SPARE_S))
         written = folder / "promises.json"
         return ended | (json.loads(written.read_text(encoding="utf-8")) if written.exists() else {})
 
@@ -232,7 +234,7 @@ class Session:
         ]
 
     def _module(self, module: str, *words: str, limit_s: float) -> processes.Finished:
-        limit = min(limit_s, self._left_s())
+        limit = min(limit_s * self.limit_s / LIMIT_S, self._left_s())
         hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""} if self.device["type"] == "cpu" else {}
         return processes.run([sys.executable, "-m", module, *words], timeout_s=limit, extra_env=hidden)
 
@@ -381,13 +383,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the JSON; default: benchmarks/results/accelerator.json")
     parser.add_argument("--peak-tflops", type=float, help="peak of the accelerator in bf16, for the MFU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default: all")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of all; more for a slow machine")
     options = parser.parse_args()
     device = find_device() if options.device == "auto" else {"type": "cpu"}
     if device["type"] == "cpu" and options.device == "auto":
         print("no accelerator here: nothing to measure")
         return 0
     with tempfile.TemporaryDirectory(prefix="mm-accelerator-") as work:
-        result = Session(Path(work), device, options.tiny, options.peak_tflops, options.parts).run()
+        result = Session(Path(work), device, options.tiny, options.peak_tflops, options.parts, options.limit_s).run()
     shown = figures(result)
     result["figures"] = [figure.to_dict() for figure in shown]
     asked = "" if tuple(options.parts) == PARTS else f" --parts {' '.join(options.parts)}"
