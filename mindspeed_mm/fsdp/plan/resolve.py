@@ -31,7 +31,6 @@ from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
-from mindspeed_mm.fsdp.loss.denoising import check_path_settings
 from mindspeed_mm.fsdp.loss.method_checks import (
     check_generator_settings,
     check_method,
@@ -150,6 +149,8 @@ def _check_token_loss(outline: Outline, arguments: Arguments, errors: CollectedE
 
 
 def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    from mindspeed_mm.fsdp.loss.denoising import check_path_settings  # a run of a language model starts without it
+
     errors.attempt(check_generator_loss, arguments.features.loss_cfg)
     adapter = facts_of(outline.model).adapter
     assert adapter is not None
