@@ -222,7 +222,7 @@ def write_batches(workload: Workload, steps: int) -> None:
     from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
     from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
     from mindspeed_mm.fsdp.params.loader import load_config
-    from mindspeed_mm.fsdp.train.family import GeneratorFamily
+    from mindspeed_mm.fsdp.train.generator_family import GeneratorFamily
 
     arguments = load_config(workload.config, ["data.dataloader_param.num_workers=0"]).arguments
     training = arguments.training

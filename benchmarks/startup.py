@@ -21,8 +21,8 @@ from benchmarks.turns import FLOOR, Turns
 STEPS = 20
 ROUNDS = 6
 MEMORY_RUNS = 3
-TARGET_RATIO = 1.17
-TARGET_MB = 60.0
+TARGET_RATIO = 1.05
+TARGET_MB = 30.0
 
 
 def run(work: Path) -> dict[str, Any]:

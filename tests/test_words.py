@@ -205,6 +205,7 @@ SAYS = {
     "tasks/dancegrpo/run.py",
     "tasks/convert/cosyvoice3.py",
     "tasks/launch/launcher.py",
+    "tasks/answer/generation.py",
     "tools/feature_extraction/get_sora_feature.py",
 }
 """Files besides `cli/` that print texts of others by `core/terminal.py`, which shows control characters."""

@@ -10,6 +10,8 @@ _FROZEN_AT_FIRST = gc.get_freeze_count()
 """Objects that the interpreter itself keeps from the collector; some, from Python 3.12 on."""
 _stays_frozen = False
 """Whether `freeze_for_good` has been called in this process."""
+_NEVER = 1_000_000
+"""Collections of new objects after which older ones are looked through."""
 
 
 def freeze_for_good() -> None:
@@ -33,12 +35,31 @@ def collecting_later() -> Iterator[None]:
 
 
 @contextmanager
+def collecting_what_is_new() -> Iterator[None]:
+    """Inside `collecting_later`, for code that leaves much garbage behind: what is made inside is looked through once,
+    while it is new; what was there before is not looked at."""
+    if gc.isenabled() or _is_frozen():
+        yield
+        return
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.unfreeze()  # all that there is now counts as old
+    gc.set_threshold(thresholds[0], _NEVER, _NEVER)
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.disable()
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
 def passed_over_by_collection() -> Iterator[None]:
     """Inside, the garbage collector passes over what has been built: it need not look at it, and worker processes do
     not copy its pages. Afterwards it may collect it: a model's cycles hold its process group, whose threads wake a
     hundred times a second."""
     # By the caller, whose own objects thawing would thaw, too.
-    was_frozen = _stays_frozen or gc.get_freeze_count() > _FROZEN_AT_FIRST
+    was_frozen = _is_frozen()
     if not was_frozen:
         gc.freeze()
     gc.enable()
@@ -47,3 +68,7 @@ def passed_over_by_collection() -> Iterator[None]:
     finally:
         if not was_frozen:
             gc.unfreeze()
+
+
+def _is_frozen() -> bool:
+    return _stays_frozen or gc.get_freeze_count() > _FROZEN_AT_FIRST

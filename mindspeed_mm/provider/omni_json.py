@@ -134,7 +134,7 @@ def _put_sets(reading: Reading, root: Node) -> list[str]:
             entries.append(entry)
     reading.draft.put(f"{_BASIC}.dataset", entries, place)
     reading.draft.note(
-        f"{place}: an epoch has every row of every set once; num_used_data, num_files, weight and is_mandatory, by which "
-        "MindSpeed-MM draws sets without end, have no effect. An entry's share takes a part of its rows."
+        f"{place}: an epoch has every row of every set once; num_used_data, num_files, weight and is_mandatory, by "
+        "which MindSpeed-MM draws sets without end, have no effect. An entry's share takes a part of its rows."
     )
     return [f"basic_parameters.{group}" for group in groups]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import CollectedErrors, ExitCode, MMError
-from mindspeed_mm.core.garbage import collecting_later
+from mindspeed_mm.core.garbage import collecting_later, collecting_what_is_new
 from mindspeed_mm.core.run_ownership import clear_unbegun_run, folders_to_make, leaving_no_unbegun_run
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.path import check_paths
@@ -41,6 +41,8 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
     with collecting_later():
         config = load_of_run(config_path, overrides)
         # Imported here: everything above answers a wrong YAML before torch is loaded.
+        with collecting_what_is_new():
+            import torch._dynamo  # noqa: F401  (transformers imports it anyway; 7 MB of garbage)
         from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
         from mindspeed_mm.fsdp.train.trainer import Trainer
 

@@ -58,3 +58,39 @@ def test_what_is_built_is_passed_over_and_given_back() -> None:
 
 def test_what_is_frozen_for_good_stays_so_and_is_not_counted_again() -> None:
     subprocess.run([sys.executable, "-c", FOR_GOOD], check=True, timeout=60)
+
+
+NEW = """
+import gc
+from mindspeed_mm.core.garbage import collecting_later, collecting_what_is_new
+
+class Node:
+    pass
+
+def make(count):
+    for _ in range(count):
+        node = Node()
+        node.itself = node
+
+def alive():
+    return sum(isinstance(each, Node) for each in gc.get_objects())
+
+thresholds = gc.get_threshold()
+with collecting_later():
+    make(5000)
+    with collecting_what_is_new():
+        assert alive() == 5000, "what was there before is not looked at"
+        make(5000)
+        assert alive() < 7000, "what is new is collected"
+        stays = [Node() for _ in range(20000)]
+        assert gc.get_stats()[2]["collections"] == 0
+    assert not gc.isenabled() and gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
+with collecting_what_is_new():
+    assert gc.isenabled(), "elsewhere it changes nothing"
+assert gc.isenabled()
+"""
+
+
+def test_what_is_new_is_collected_and_what_was_there_is_not_looked_at() -> None:
+    done = subprocess.run([sys.executable, "-c", NEW], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import is_schedule_right
+from mindspeed_mm.fsdp.distributed.pipeline.plan import is_schedule_right
 
 ZBV = "parallel.pp_plan.schedule=zbv"
 HAS_ZBV = is_schedule_right("zbv")

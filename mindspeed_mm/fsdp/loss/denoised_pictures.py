@@ -195,14 +195,3 @@ def check_unified_loss(arguments: Arguments) -> None:
             key=f"training.diffusion.{given[0]}",
             way_out="Leave it out; parts of rows are dropped by basic_parameters.text_cond_dropout_prob and its like.",
         )
-
-
-def check_no_picture_weights(loss: LossConfig) -> None:
-    """Raise `ConfigError` where weights of words beside pictures are given to a model of another kind."""
-    for name in ("text_loss_weight", "picture_loss_weight"):
-        if getattr(loss, name) is not None:
-            raise ConfigError(
-                f"{getattr(loss, name):g} is for models that answer and draw by denoising, such as BAGEL",
-                key=f"features.loss_cfg.{name}",
-                way_out="Leave it out.",
-            )

@@ -334,6 +334,17 @@ def check_loss_type(loss_type: str | None, model: nn.Module, *, has_head: bool) 
         )
 
 
+def check_no_picture_weights(loss: LossConfig) -> None:
+    """Raise `ConfigError` where weights of words beside pictures are given to a model of another kind."""
+    for name in ("text_loss_weight", "picture_loss_weight"):
+        if getattr(loss, name) is not None:
+            raise ConfigError(
+                f"{getattr(loss, name):g} is for models that answer and draw by denoising, such as BAGEL",
+                key=f"features.loss_cfg.{name}",
+                way_out="Leave it out.",
+            )
+
+
 def check_generator_loss(loss: LossConfig) -> None:
     """Raise `ConfigError` for what generators have none of (`features.loss_cfg`)."""
     for name, value in (("router_aux_loss_coef", loss.router_aux_loss_coef), ("z_loss_coef", loss.z_loss_coef)):

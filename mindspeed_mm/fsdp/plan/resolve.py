@@ -31,15 +31,18 @@ from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
-from mindspeed_mm.fsdp.loss.denoised_pictures import check_no_picture_weights, check_unified_loss
-from mindspeed_mm.fsdp.loss.denoising import check_path_settings
 from mindspeed_mm.fsdp.loss.method_checks import (
     check_generator_settings,
     check_method,
     check_paired_generator,
     check_rewarded_generator,
 )
-from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type, is_models_own
+from mindspeed_mm.fsdp.loss.objectives import (
+    check_generator_loss,
+    check_loss_type,
+    check_no_picture_weights,
+    is_models_own,
+)
 from mindspeed_mm.fsdp.loss.router_aux import check_routers, router_numbers
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, resolve_groups
@@ -153,6 +156,8 @@ def _check_token_loss(outline: Outline, arguments: Arguments, errors: CollectedE
 
 
 def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    from mindspeed_mm.fsdp.loss.denoising import check_path_settings  # a run of a language model starts without it
+
     errors.attempt(check_generator_loss, arguments.features.loss_cfg)
     adapter = facts_of(outline.model).adapter
     assert adapter is not None
@@ -165,6 +170,8 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
 
 
 def _check_both_losses(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    from mindspeed_mm.fsdp.loss.denoised_pictures import check_unified_loss  # a run of a language model starts without
+
     errors.attempt(check_unified_loss, arguments)
     _check_token_loss(outline, arguments, errors)
 

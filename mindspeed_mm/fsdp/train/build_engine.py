@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
@@ -27,7 +28,6 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
-from mindspeed_mm.fsdp.train.memory.advice import memory_report
 from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.random_state import restore_rng, seed_everything
@@ -36,7 +36,6 @@ from mindspeed_mm.fsdp.train.step.forward_backward import (
     PlainForwardBackward,
     PregatheredForwardBackward,
 )
-from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 
 
@@ -102,12 +101,20 @@ def build_engine(
         stop_after=stop_after,
         rank=job.rank,
         phase=job.phase,
-        autopsy=partial(memory_report, arguments, job.world_size, job.device.type),
+        autopsy=partial(_memory_report, arguments, job.world_size, job.device.type),
         meter=assembled.utilisation.meter,
         loss_scale=build_loss_scale(arguments),
         norm_average=None if decay is None else NormAverage(decay),
         late=job.device.type != "cpu" and not why_steps_wait(arguments, optimizer, ema, job.device),
     )
+
+
+def _memory_report(
+    arguments: Arguments, world_size: int, device_type: str, batch: Batch
+) -> tuple[list[str], list[str]]:
+    from mindspeed_mm.fsdp.train.memory.advice import memory_report  # when memory has run out, and not at every start
+
+    return memory_report(arguments, world_size, device_type, batch)
 
 
 def why_steps_wait(
@@ -147,6 +154,8 @@ def build_forward_backward(
 ) -> ForwardBackward:
     """How a step's micro-batches go through the model under this plan."""
     if assembled.applied.pipeline is not None:
+        from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward  # torch's schedules are 4 MB
+
         return PipelineForwardBackward(assembled.applied.pipeline, objective, arguments.parallel.pp_plan, job.device)
     sync: Callable[[nn.Module, bool], None] = set_gradient_sync
     if arguments.features.enable_gradient_offload:  # the host adds gradients up that are summed over ranks already

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,10 @@ from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.terminal import say
+from mindspeed_mm.fsdp.models.behaviour.attention import attention_name, choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
 from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
@@ -26,7 +30,7 @@ from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, check_toke
 from mindspeed_mm.tasks.model_source import ModelSource
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def load_generator(
@@ -60,6 +64,7 @@ def load_generator(
         check_peft_folder(path, "--adapter")
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
+    _tell_attention(model)
     chosen = [("--adapter", path) for path in (adapters or {}).values()]
     if lora is not None:
         chosen.append(("--lora", lora))
@@ -121,7 +126,27 @@ def load_model(folder: Path) -> Any:
     check_all_loaded({**report, "unexpected_keys": unexpected}, folder)
     fit_experts(model, model.dtype)
     _choose_attention_everywhere(model.config)
+    _take_fastest_attention(model)
     return model
+
+
+def _take_fastest_attention(model: PreTrainedModel) -> None:
+    """Put the fastest attention kernel that does what a model needs into force. The model keeps the name that
+    transformers gave its attention: the kernel stands below torch's own function."""
+    choice = choose_attention(None, type(model), config=model.config, param_dtype=model.dtype)
+    name = str(model.config._attn_implementation)
+    facts_of(model).attention = choice._replace(name=name, need=choice.need if name == "sdpa" else None)
+
+
+def _tell_attention(model: PreTrainedModel) -> None:
+    """Say by which kernel attention is computed, and what would bring a faster one, where there was something to choose
+    from."""
+    choice = facts_of(model).attention
+    if choice is None or not (choice.kernel() or choice.install) or os.environ.get("RANK", "0") != "0":
+        return
+    say(f"attention: {attention_name(model)}", err=True)
+    if choice.install:
+        say(f"faster: {choice.install}", err=True)
 
 
 def _choose_attention_everywhere(config: PreTrainedConfig) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.torch_version import TorchVersion
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, check_schedule, is_schedule_right, run_schedule
+from mindspeed_mm.fsdp.distributed.pipeline.plan import check_schedule, is_schedule_right
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, run_schedule
 
 BASE = inspect.getsource(stage._PipelineStageBase)
 

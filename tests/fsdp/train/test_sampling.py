@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, plan_batches
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.family import GeneratorFamily
+from mindspeed_mm.fsdp.train.generator_family import GeneratorFamily
 from mindspeed_mm.fsdp.train.hooks import sampling as sampling_module
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook, check_sampling
 from mindspeed_mm.fsdp.train.run.parts import RunParts

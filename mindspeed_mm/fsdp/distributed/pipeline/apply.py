@@ -21,8 +21,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary
 from mindspeed_mm.fsdp.distributed.pipeline.cut import cut_to_rank, stage_owners
-from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import check_schedule
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_schedule, plan_stages
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.models.facts import facts_of

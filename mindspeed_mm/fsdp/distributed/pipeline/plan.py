@@ -7,15 +7,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, CutPoints
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 
 SPLIT_KEY = "parallel.pp_plan.split_points"
+_NEEDS_TORCH = {"zbv": "2.13"}
+"""Before, a backward pass in two parts counts a weight that is used twice more than once
+(https://github.com/pytorch/pytorch/issues/180952)."""
 
 
 @dataclass(frozen=True)
@@ -274,3 +278,19 @@ def _check_filled(model: nn.Module, plan: StagePlan) -> None:
             raise ConfigError(
                 f"stage {stage} has no parameters", key=SPLIT_KEY, way_out="Give it a layer, or use fewer ranks."
             )
+
+
+def is_schedule_right(name: str) -> bool:
+    """Whether the installed torch computes a schedule's gradients right for every model."""
+    return torch.__version__ >= _NEEDS_TORCH.get(name, "0")
+
+
+def check_schedule(name: str) -> None:
+    """Raise `MachineError` when the installed torch computes a schedule's gradients wrong."""
+    if not is_schedule_right(name):
+        raise MachineError(
+            f"{name!r} needs torch {_NEEDS_TORCH[name]}, and {torch.__version__} is installed, "
+            "whose gradients are wrong for weights that are used twice",
+            key="parallel.pp_plan.schedule",
+            way_out="Set interleaved1f1b with virtual_stages: 2, or 1f1b; or install a newer torch.",
+        )

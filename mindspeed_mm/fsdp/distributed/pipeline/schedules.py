@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from mindspeed_mm.core.errors import MachineError, MMError
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.distributed.pipeline.carried import Passed
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 
@@ -34,9 +34,6 @@ Tensors = tuple[Tensor, ...]
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {"interleaved1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
-_NEEDS_TORCH = {"zbv": "2.13"}
-"""Before, a backward pass in two parts counts a weight that is used twice more than once
-(https://github.com/pytorch/pytorch/issues/180952)."""
 
 
 class OwnShapes(PipelineStage):
@@ -151,22 +148,6 @@ class OwnShapes(PipelineStage):
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Tensors:
         return self._gradients[bwd_chunk_id]
-
-
-def is_schedule_right(name: str) -> bool:
-    """Whether the installed torch computes a schedule's gradients right for every model."""
-    return torch.__version__ >= _NEEDS_TORCH.get(name, "0")
-
-
-def check_schedule(name: str) -> None:
-    """Raise `MachineError` when the installed torch computes a schedule's gradients wrong."""
-    if not is_schedule_right(name):
-        raise MachineError(
-            f"{name!r} needs torch {_NEEDS_TORCH[name]}, and {torch.__version__} is installed, "
-            "whose gradients are wrong for weights that are used twice",
-            key="parallel.pp_plan.schedule",
-            way_out="Set interleaved1f1b with virtual_stages: 2, or 1f1b; or install a newer torch.",
-        )
 
 
 def build_pipeline_schedule(

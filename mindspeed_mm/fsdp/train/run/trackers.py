@@ -11,7 +11,6 @@ import importlib.util
 import io
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing_extensions import override
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.train.run.event_file import EventFile
 from mindspeed_mm.fsdp.utils.media_files import clip_gif
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -95,61 +95,38 @@ def _picture(path: Path) -> tuple[bytes, int, int]:
         return path.read_bytes(), *picture.size
 
 
-def quiet_thread(kind: str) -> None:
-    """Have no traceback printed for threads of a class: TensorBoard's writer ends with one when its folder goes, and
-    hands the error to the next call as well, which is where it is told."""
-    before = threading.excepthook
-    if setting_of(before, str, "quiet_about") == kind:
-        return
-
-    def report(args: threading.ExceptHookArgs) -> None:
-        if type(args.thread).__name__ != kind:
-            before(args)
-
-    report.quiet_about = kind  # type: ignore[attr-defined]
-    threading.excepthook = report
-
-
 class TensorBoard(Tracker):
     """Event files in `tb/` of the run folder."""
 
     package = "tensorboard"
 
     def begin(self, run: TrackedRun) -> None:
-        """Remember the folder and the first step; `log` opens the event file when it is first called."""
+        """Remember the folder and the first step; what comes first opens the event file."""
         self._folder, self._first_step = run.folder, run.first_step
-        self._writer: Any = None
+        self._opened: EventFile | None = None
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """One event a step: one for each number costs a millisecond a step."""
-        if self._folder is None:
-            return
-        # Imported after the first step was shown: it costs a third of a second.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._folder / "tb"), purge_step=self._first_step)
-            quiet_thread("_AsyncWriterThread")
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), step)
+        """One event a step."""
+        if self._folder is not None:
+            self._file(self._folder).add_numbers(numbers, step)
 
     def show(self, media: Mapping[str, Path], step: int) -> None:
         """Pictures as they are; clips as animated GIFs among the pictures, since TensorBoard plays no mp4."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self.log({}, step)  # opens the file
         for name, path in media.items():
-            if self._writer is None or path.suffix not in _SHOWN:
+            if self._folder is None or path.suffix not in _SHOWN:
                 continue
             data, width, height = clip_gif(path) if path.suffix == ".mp4" else _picture(path)
-            shown = Summary.Image(height=height, width=width, encoded_image_string=data)
-            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
+            self._file(self._folder).add_picture(name, data, width, height, step)
+
+    def _file(self, folder: Path) -> EventFile:
+        if self._opened is None:
+            self._opened = EventFile(folder / "tb", self._first_step)
+        return self._opened
 
     @override
     def end(self, exit_code: int) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 class WandB(Tracker):
