@@ -10,6 +10,9 @@ proves that every key is used exactly once. A map without reordering can be turn
 
 `{name}` stands for one part of a key between dots, `{name*}` for any number of them. A placeholder that only the
 sources have is collected, in numerical order, and one that only the targets have is dealt out.
+
+A key that several rules take goes to the narrowest: `layers.norm` before `layers.{n}`, whichever stands first. Of rules
+of which none is narrower than the other, the first has it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -126,23 +129,31 @@ class KeyRule:
 
 
 class KeyMap:
-    """Rules in order; a key goes to the first that takes it.
+    """Rules; a key goes to the narrowest that takes it, of equals to the first.
 
     Args:
         rules: The rules.
         keep_others: Pass a key that no rule takes on under its own name, instead of leaving it over.
+        way_there: The map of which this one is the inverse, with the rules in the same order.
     """
 
-    def __init__(self, rules: Iterable[KeyRule], *, keep_others: bool = False) -> None:
-        self.rules, self.keep_others = list(rules), keep_others
+    def __init__(self, rules: Iterable[KeyRule], *, keep_others: bool = False, way_there: KeyMap | None = None) -> None:
+        self.rules, self.keep_others, self._way_there = list(rules), keep_others, way_there
 
     @property
     def inverse(self) -> KeyMap:
         """The map that leads back."""
-        return KeyMap([rule.inverse for rule in self.rules], keep_others=self.keep_others)
+        if self._way_there is not None:
+            return self._way_there
+        return KeyMap([rule.inverse for rule in self.rules], keep_others=self.keep_others, way_there=self)
 
     def steps(self, tensors: Mapping[str, LazyTensor]) -> list[RuleMatch]:
-        """What becomes of these tensors. Keys that no rule takes are in no step."""
+        """What becomes of these tensors. Keys that no rule takes are in no step.
+
+        Raises:
+            ModelFolderError: As `KeyRule.build`; or an inverse makes a key that the way there gives to another rule:
+                it would not have made this tensor of it.
+        """
         # One application of a rule: its position and the values of the placeholders that sources and targets share.
         applications: dict[tuple[int, tuple[str, ...]], list[list[KeyMatch]]] = {}
         others: list[str] = []
@@ -160,18 +171,41 @@ class KeyMap:
             applications[application][column].append(KeyMatch(key, values))
         steps: list[RuleMatch] = []
         for (position, _), columns in applications.items():
-            steps.append(self.rules[position].build(columns, tensors))
+            step = self.rules[position].build(columns, tensors)
+            self._check_way_there(position, step)
+            steps.append(step)
         if self.keep_others:
             for key in others:
                 steps.append(RuleMatch((key,), {key: tensors[key]}))
         return steps
 
     def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
+        """The rule that has a key, the column of it, and what stands for each placeholder."""
+        found: tuple[int, int, dict[str, str]] | None = None
+        narrowest = ""
         for position, rule in enumerate(self.rules):
             for column, regex in enumerate(rule.regexes):
-                if match := regex.fullmatch(key):
-                    return position, column, match.groupdict()
-        return None
+                match = regex.fullmatch(key)
+                if match is None:
+                    continue
+                pattern = rule.sources[column]
+                if found is None or _is_narrower(pattern, narrowest):
+                    found, narrowest = (position, column, match.groupdict()), pattern
+                break
+        return found
+
+    def _check_way_there(self, position: int, step: RuleMatch) -> None:
+        if self._way_there is None:
+            return
+        for key in step.targets:
+            found = self._way_there._match(key)
+            if found is None or found[0] != position:
+                other = "no rule" if found is None else f"rule {self._way_there.rules[found[0]]}"
+                raise ModelFolderError(
+                    f"rule {self.rules[position]} makes {key} of it, but on the way there {other} takes that key",
+                    key=step.sources[0],
+                    way_out="Take what the rules have in common out of one of them, by longer patterns.",
+                )
 
 
 def renamings(names: Mapping[str, str], hub: str = "", own: str = "", end: str = ".{p}") -> list[KeyRule]:
@@ -255,6 +289,25 @@ def is_number(part: str) -> bool:
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
+
+
+@cache
+def _is_narrower(pattern: str, other: str) -> bool:
+    """Whether the other takes every key that a pattern takes, and more besides."""
+    return _covers(other, pattern) and not _covers(pattern, other)
+
+
+def _covers(wide: str, narrow: str) -> bool:
+    """Whether a pattern takes every key that another takes: tried with a placeholder's shortest and a longer value."""
+    regex = _compile(wide)
+    for parts in (1, 3):
+        values = {name: f"\0{name}" for name in _names([narrow])}
+        for match in _PLACEHOLDER.finditer(narrow):
+            if match[2]:
+                values[match[1]] = ".".join([values[match[1]]] * parts)
+        if not regex.fullmatch(_fill(narrow, values)):
+            return False
+    return True
 
 
 def _as_tuple(patterns: str | Sequence[str]) -> tuple[str, ...]:

@@ -147,3 +147,42 @@ def test_ledger_lists_five_and_counts_the_rest() -> None:
 
 def test_natural_order() -> None:
     assert sorted(["l.10.w", "l.2.w", "l.2.b", "l.norm"], key=natural_order) == ["l.norm", "l.2.b", "l.2.w", "l.10.w"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rule_with_a_placeholder_leaves_narrower_rules_their_keys_both_ways(turned: bool) -> None:
+    rules = [KeyRule("layers.{n}.out.{p}", "vit.{n}.{p}"), KeyRule("end_norm.{p}", "vit.post.{p}")]
+    key_map = KeyMap(rules[::-1] if turned else rules)
+    state = {"layers.0.out.weight": torch.randn(2), "end_norm.weight": torch.randn(2)}
+    there = convert(key_map, state)
+    back = convert(key_map.inverse, there)
+    assert there.keys() == {"vit.0.weight", "vit.post.weight"}
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+    assert key_map.inverse.inverse is key_map
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [("{rest*}", "m.{rest*}", "m.a.b"), ("m.{a}.{b}", "m.{a}.{a}", "m.0.0"), ("m.{rest*}", "m.{a}.{b}", "m.a.b")],
+)
+def test_the_narrowest_pattern_has_a_key(first: str, second: str, key: str) -> None:
+    rules = [KeyRule(first, f"wide.{first}"), KeyRule(second, f"narrow.{second}")]
+    assert convert(KeyMap(rules), {key: torch.zeros(1)}).keys() == {f"narrow.{key}"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [("m.{a}.b", "m.b.{a}", "m.b.b"), ("m.{rest*}", "m.{all*}", "m.a.b"), ("m.{a}.{b}", "{any*}.b", "m.a.b")],
+)
+def test_of_patterns_of_which_none_is_narrower_the_first_has_a_key(first: str, second: str, key: str) -> None:
+    rules = [KeyRule(first, f"one.{first}"), KeyRule(second, f"other.{second}")]
+    assert convert(KeyMap(rules), {key: torch.zeros(1)}).keys() == {f"one.{key}"}
+
+
+def test_what_the_way_there_would_not_have_made_is_refused_on_the_way_back() -> None:
+    key_map = KeyMap([KeyRule("a.special", "c"), KeyRule("a.{p}", "b.{p}")])
+    with pytest.raises(
+        ModelFolderError, match=r"makes a\.special of it, but on the way there rule a\.special -> c takes"
+    ):
+        convert(key_map.inverse, {"b.special": torch.zeros(1)})

@@ -15,6 +15,7 @@ import transformers
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.positions import (
+    MEDIA_OF,
     RopeIndexPositions,
     TextPositions,
     build_positions,
@@ -34,6 +35,7 @@ def test_text_counts_from_zero(text_folder: Path, tokenizer: Any, tmp_path: Path
 def test_media_are_counted_by_the_models_class(vlm_folder: Path, processor: Any) -> None:
     rule = build_positions(vlm_folder, processor)
     assert isinstance(rule, RopeIndexPositions)
+    assert rule.reads == {"image_grid_thw", "video_grid_thw"}
     start, image, end = (processor.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in _MARKS)
     ids = np.array([5, start, *[image] * 6, end, 7])
     marks = (ids == image).astype(np.int32)
@@ -81,7 +83,7 @@ def test_each_sample_gets_its_media() -> None:
         "feature_attention_mask": torch.ones(1, 5),
         "pixel_values": torch.zeros(99, 3),
     }
-    first, second, third = inputs_of_samples(samples, media)
+    first, second, third = inputs_of_samples(samples, media, MEDIA_OF)
     assert first["image_grid_thw"].tolist() == [[1, 2, 2]] and first["video_grid_thw"].tolist() == [[2, 2, 2]]
     assert second == {}
     assert third["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 6]] and len(third["feature_attention_mask"]) == 1
@@ -91,20 +93,26 @@ def test_each_sample_gets_its_media() -> None:
 def test_sound_of_videos_counts_where_it_comes_with_them() -> None:
     samples = [sample("video"), sample("audio", "video")]
     media = {"feature_attention_mask": torch.arange(3)[:, None], "use_audio_in_video": True}
-    found = inputs_of_samples(samples, media)
+    found = inputs_of_samples(samples, media, MEDIA_OF)
     assert [inputs["feature_attention_mask"].flatten().tolist() for inputs in found] == [[0], [1, 2]]
     assert all(inputs["use_audio_in_video"] for inputs in found)
 
 
 def test_arrays_that_samples_bring_themselves_stay_theirs() -> None:
     samples = [sample(image_grid_thw=torch.tensor([[1, 2, 2]])), sample()]
-    found = inputs_of_samples(samples, {"image_grid_thw": torch.tensor([[1, 2, 2]])})
+    found = inputs_of_samples(samples, {"image_grid_thw": torch.tensor([[1, 2, 2]])}, MEDIA_OF)
     assert found[0]["image_grid_thw"].tolist() == [[1, 2, 2]] and found[1] == {}
 
 
 def test_rows_that_are_nobodys_are_told() -> None:
     with pytest.raises(DataError, match="has 2 rows"):
-        inputs_of_samples([sample("image")], {"image_grid_thw": torch.zeros(2, 3)})
+        inputs_of_samples([sample("image")], {"image_grid_thw": torch.zeros(2, 3)}, MEDIA_OF)
+
+
+def test_rows_that_positions_do_not_look_at_may_be_any_number() -> None:
+    """AudioFlamingo 3 hears a sound in windows, each of which is a row; its positions count text alone."""
+    media = {"input_features_mask": torch.ones(3, 5)}
+    assert inputs_of_samples([sample("audio")], media, TextPositions.reads) == [{}]
 
 
 def test_whole_numbers_and_others_join() -> None:

@@ -184,7 +184,8 @@ class GenericCollator:
         else:
             # Positions are counted sample by sample, each from its own tokens and media, before the rows are joined.
             positions = []
-            for document, own in zip(documents, inputs_of_samples(samples, media), strict=True):
+            inputs = inputs_of_samples(samples, media, self._positions.reads)
+            for document, own in zip(documents, inputs, strict=True):
                 positions.append(self._positions(document["input_ids"], own | document))
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | _names(samples)

@@ -5,7 +5,8 @@ media (mRoPE), by the model's own rule (`get_rope_index`), which needs its confi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,10 @@ _NOT_NEEDED = ("kwargs", "downsample_mode")
 class PositionRule(Protocol):
     """How a model counts the tokens of one sample."""
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Batch keys of media that the count depends on, out of `MEDIA_OF`."""
+
     def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """(1, L) int64 positions; (4, L) of a model with mRoPE: text, time, height, width. int32 are the bits of fp32
         numbers: positions that are not whole numbers, which would be rounded to bf16 on their way into the model.
@@ -56,6 +61,8 @@ class PositionRule(Protocol):
 
 class TextPositions:
     """Counts the tokens of a sample one by one: 0, 1, 2 …"""
+
+    reads: frozenset[str] = frozenset()
 
     def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """Return the positions 0 … L − 1 of a sample's tokens, (1, L) int64."""
@@ -86,6 +93,9 @@ class RopeIndexPositions:
                 key=KEY,
                 way_out="Set it to false.",
             )
+        names_of = _OTHER_NAMES | {"audio_seqlens": _MASKS_OF_SOUND}
+        named = chain.from_iterable(names_of.get(name, (name,)) for name in self._names)
+        self.reads = frozenset(MEDIA_OF.keys() & named)
 
     def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """Return the positions of one sample as the model's rule counts them, in the shape and type that `PositionRule`
@@ -117,19 +127,20 @@ class RopeIndexPositions:
         return found
 
 
-def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch) -> list[Batch]:
-    """What positions of each sample may depend on, cut out of what was joined for the batch.
+def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch, reads: Collection[str]) -> list[Batch]:
+    """What positions of each sample depend on, cut out of what was joined for the batch.
 
     Args:
         samples: Encoded; each says which media it has, or has their arrays itself.
         media: Joined over the samples.
+        reads: The keys that are looked at, out of `MEDIA_OF`; others may have any number of rows.
 
     Raises:
         DataError: A tensor has another number of rows than there are media.
     """
     of_all = {key: media[key] for key in _WHOLE_BATCH if key in media}
     found: list[Batch] = [dict(of_all) for _ in samples]
-    for key in MEDIA_OF.keys() & media.keys():
+    for key in media.keys() & reads:
         parts = [sample.get(key) for sample in samples]
         if all(part is None for part in parts):
             counts = _media_of_samples(samples, key, len(media[key]))
