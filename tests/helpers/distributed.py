@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -165,7 +166,8 @@ def _wait(processes: list[ForkServerProcess], folder: Path, timeout_s: float) ->
         if failed and not trouble:
             trouble = f"rank {failed[0]} failed"
             deadline = min(deadline, time.monotonic() + PEERS_GRACE_S)
-        time.sleep(0.01)
+        if alive := [process.sentinel for process in processes if process.is_alive()]:
+            multiprocessing.connection.wait(alive, max(0.0, deadline - time.monotonic()))
     hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
     _dump_stacks_and_kill([processes[rank] for rank in hung])
     if hung and not trouble:

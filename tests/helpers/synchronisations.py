@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.train import train_engine
 
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 _ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "bincount")
+_TESTS = Path(__file__).parents[1]
 _PROJECTS = ("mindspeed_mm", "transformers", "diffusers", "torch")
 
 
@@ -91,9 +92,9 @@ def _place() -> str:
     """`project/file:function` of the innermost frame of ours, of transformers or of diffusers; else of torch."""
     places = []
     for frame in reversed(traceback.extract_stack()[:-2]):
-        parts = Path(frame.filename).parts
-        project = next((each for each in _PROJECTS if each in parts), None)
-        if project is not None and "tests" not in parts:
+        path = Path(frame.filename)
+        project = next((each for each in _PROJECTS if each in path.parts), None)
+        if project is not None and not path.is_relative_to(_TESTS):
             places.append((project, f"{Path(frame.filename).stem}:{frame.name}"))
     return next((place for project, place in places if project != "torch"), places[0][1] if places else "?")
 

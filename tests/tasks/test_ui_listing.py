@@ -3,6 +3,7 @@ that looking changes nothing."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -36,12 +37,16 @@ def _note(event: str, given: tuple[Any, ...]) -> None:
             _opened.append(name)
 
 
-sys.addaudithook(_note)
+@functools.cache
+def _note_from_now_on() -> None:
+    """Not at import: a hook can never be taken away, and slows down whatever else the process does."""
+    sys.addaudithook(_note)
 
 
 @contextmanager
 def opened_below(folder: Path) -> Iterator[list[str]]:
     """Inside, the names of all files below a folder that this process opens."""
+    _note_from_now_on()
     _opened.clear()
     _watched.append(f"{folder}/")
     try:

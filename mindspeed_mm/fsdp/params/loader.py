@@ -239,7 +239,7 @@ def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
 
 def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
     """The whole configuration as plain values, without secrets."""
-    values: dict[str, Any] = redact(config.arguments.model_dump(mode="json"))
+    values: dict[str, Any] = redact(config.arguments.to_dict())
     return values
 
 
@@ -355,7 +355,7 @@ def _by_line(problem: Problem) -> tuple[int, int]:
 
 
 def _origins(arguments: Arguments, root: Node, card_defaults: set[str]) -> dict[str, Origin]:
-    return {key: _origin(key, root, card_defaults) for key, _ in leaves(arguments.model_dump(mode="json"))}
+    return {key: _origin(key, root, card_defaults) for key, _ in leaves(arguments.to_dict())}
 
 
 def _origin(key: str, root: Node, card_defaults: set[str]) -> Origin:

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mindspeed_mm.core.redaction import hide
+from mindspeed_mm.core.redaction import hide, is_below_secret
 
 REVEALED = {"revealed": True}
 """Context of `model_dump` by which secrets are dumped, too: for the code that needs them, never for a file."""
@@ -52,7 +52,14 @@ class Section(BaseModel):
     @model_serializer(mode="wrap")
     def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        return values if info.context == REVEALED else hide(values)
+        if info.context == REVEALED:
+            return values
+        own = self.__dict__
+        for name, value in values.items():
+            # A section inside has hidden its own: at each level again, the time would grow with the depth.
+            if not isinstance(own.get(name), Section) or is_below_secret((name,)):
+                values[name] = hide(value, name)
+        return values
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

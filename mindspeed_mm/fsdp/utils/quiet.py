@@ -20,11 +20,15 @@ def quiet(*libraries: str) -> Iterator[None]:
 def _quiet(library: str) -> Iterator[None]:
     logging = importlib.import_module(f"{library}.utils.logging")
     verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    # A changed level empties what each of thousands of loggers has kept: only where it changes.
+    is_loud = verbosity < logging.ERROR
+    if is_loud:
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        if is_loud:
+            logging.set_verbosity(verbosity)
         if had_bar:
             logging.enable_progress_bar()

@@ -7,7 +7,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from mindspeed_mm.core.redaction import REDACTED
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam
+from mindspeed_mm.fsdp.params.value_types import OpenSection, Section
 
 pytestmark = pytest.mark.edge("R12")
 
@@ -50,3 +52,29 @@ def test_writing_is_refused() -> None:
         basic.dataset = "other"
     with pytest.raises(TypeError):
         basic["dataset"] = "other"  # type: ignore[index]
+
+
+class Innermost(OpenSection):
+    api_key: str = "abcdef"
+    size: int = 3
+
+
+class Inner(Section):
+    innermost: Innermost = Innermost()
+    steps: list[Innermost] = [Innermost()]
+
+
+class Outer(Section):
+    inner: Inner = Inner()
+    headers: Inner = Inner()
+    """Everything below is secret, whatever it is called."""
+
+
+def test_secrets_are_hidden_at_every_depth() -> None:
+    section = Outer(inner=Inner(innermost=Innermost.model_validate({"more": {"token": "ghijkl", "of": ["a"]}})))
+    open_, whole = {"api_key": REDACTED, "size": 3}, {"api_key": REDACTED, "size": REDACTED}
+    for dumped in (section.model_dump(), json.loads(section.model_dump_json())):
+        assert dumped["inner"]["innermost"] == open_ | {"more": {"token": REDACTED, "of": ["a"]}}
+        assert dumped["inner"]["steps"] == [open_]
+        assert dumped["headers"] == {"innermost": whole, "steps": [whole]}
+    assert section.to_dict()["headers"]["innermost"] == {"api_key": "abcdef", "size": 3}
