@@ -96,6 +96,25 @@ def test_answering_of_a_language_model_imports_no_layout_of_others() -> None:
 
 
 @pytest.mark.skipif(Version(metadata.version("transformers")) < Version("5.23"), reason="a family's classes are newer")
+def test_training_of_a_language_model_imports_only_what_it_uses() -> None:
+    """Whatever is imported beside it is memory and time at every start (`python -m benchmarks startup`)."""
+    others = (
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "torch.distributed.pipelining",
+        "mindspeed_mm.fsdp.tools.memory_model",
+        "mindspeed_mm.fsdp.train.rollouts",
+        "mindspeed_mm.fsdp.train.step.pipeline",
+        "mindspeed_mm.fsdp.sampling.sampler",
+        "mindspeed_mm.checkpoint.megatron",
+    )
+    program = (
+        "import json, sys, mindspeed_mm.tasks.train, mindspeed_mm.fsdp.train.trainer, mindspeed_mm.fsdp.data.build\n"
+        f"print(json.dumps([name for name in sys.modules if name.startswith({others!r})]))"
+    )
+    assert lines_of(program) == [[]]
+
+
 def test_importing_everything_does_nothing() -> None:
     assert lines_of(ALL, LIBRARIES) == [[[], True]]
 

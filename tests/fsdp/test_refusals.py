@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.pipeline import schedules as pipeline_torch
+from mindspeed_mm.fsdp.distributed.pipeline import plan as pipeline_plan
 from mindspeed_mm.fsdp.models.behaviour import quantized_linear
 from tests.fsdp.refusals import LONG_TABLE, SHORT_TABLE
 from tests.fsdp.refusals_of_resumes import SAVE, with_a_run
@@ -74,7 +74,7 @@ def test_a_refused_resume_says_how_to_go_on(changes: list[str], base: Callable[[
 def test_a_schedule_that_torch_has_wrong_is_refused_alike(
     base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pipeline_torch._NEEDS_TORCH, "zbv", "99.1")
+    monkeypatch.setitem(pipeline_plan._NEEDS_TORCH, "zbv", "99.1")
     words = tuple(f"parallel.{key}" for key in ("pipeline_parallel_size=2", "pp_plan.schedule=zbv"))
     row = Refusal("zbv", words, "'zbv' needs torch 99.1", "parallel.pp_plan.schedule", ENVIRONMENT, ranks=2)
     test_training_and_check_refuse_alike(row, base, tmp_path)

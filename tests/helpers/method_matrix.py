@@ -15,7 +15,7 @@ from unittest import mock
 from torch import nn
 
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
-from mindspeed_mm.fsdp.train import family as families
+from mindspeed_mm.fsdp.train import generator_family as families
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plan_matrix import FP64, LAYERS, TP, ULYSSES

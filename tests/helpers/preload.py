@@ -4,7 +4,6 @@ which takes less time than these imports."""
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import torch.utils.tensorboard
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -17,6 +16,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 
 import mindspeed_mm.cli.train  # noqa: E402
 import mindspeed_mm.fsdp.data.datasets.huggingface  # noqa: E402
+import mindspeed_mm.fsdp.train.generator_family  # noqa: E402
+import mindspeed_mm.fsdp.train.memory.forecast  # noqa: E402
+import mindspeed_mm.fsdp.train.step.pipeline  # noqa: E402
 import mindspeed_mm.fsdp.train.trainer  # noqa: E402
 import mindspeed_mm.tasks.export  # noqa: E402
 import mindspeed_mm.tasks.verify.run  # noqa: E402

@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.train.memory import advice
 from mindspeed_mm.fsdp.train.run import record as run_record
+from mindspeed_mm.fsdp.train.run.event_file import EventFile
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils import device
 from tests.helpers.distributed import run_ranks
@@ -192,7 +193,7 @@ def disk_full(*_: Any, **__: Any) -> Any:
 
 
 def break_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.tensorboard.FileWriter.add_summary", disk_full)
+    monkeypatch.setattr(EventFile, "add_numbers", disk_full)
 
 
 def break_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ class TensorBoard(Tracker):
         self._opened: EventFile | None = None
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """One event a step."""
+        """Write the numbers of a step, as one event."""
         if self._folder is not None:
             self._file(self._folder).add_numbers(numbers, step)
 
