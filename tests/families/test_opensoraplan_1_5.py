@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -194,7 +195,7 @@ def test_samples_are_those_of_the_samplers_formula(is_quadratic: bool, folder: P
         rest = (1 - 2 * first - 2 * first) / 4
         levels = [1.0, 1 - first, 1 - 2 * first, 1 - 2 * first - first - rest, 0.0]
     w = weights(model / "transformer")
-    for now, following in zip(levels, levels[1:], strict=False):
+    for now, following in pairwise(levels):
         said = []
         for text in (PROMPT, ""):
             told = caption_features(model, text)
