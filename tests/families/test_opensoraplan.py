@@ -387,6 +387,7 @@ def sample_by_hand(model: Path, x: torch.Tensor, generator: torch.Generator, ima
     return bytes_of.permute(1, 2, 3, 0).numpy().astype(np.uint8)
 
 
+@slow
 def test_adapters_train_and_are_loaded_again(runs: Any, tmp_path: Path) -> None:
     """Beside the weights and merged into them, they draw the same."""
     folder = runs("t2v")

@@ -163,6 +163,7 @@ def test_training_learns_the_formulas_loss(folder: Path, tmp_path: Path) -> None
     assert losses(tmp_path / "raw")[1] == pytest.approx(loss_by_hand(folder / "model", raw[0]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_exported_under_the_released_names(folder: Path, tmp_path: Path) -> None:
     train(folder / "run.yaml", tmp_path / "whole")
     train(folder / "run.yaml", tmp_path / "parts", "training.train_iters=1")
@@ -175,7 +176,7 @@ def test_a_run_goes_on_and_is_exported_under_the_released_names(folder: Path, tm
     assert all(torch.equal(found[key], trained[f"model.{key}"].double()) for key in found)
 
 
-@pytest.mark.parametrize("is_quadratic", [False, True])
+@pytest.mark.parametrize("is_quadratic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_samplers_formula(is_quadratic: bool, folder: Path, tmp_path: Path) -> None:
     model = folder / "model"
     if is_quadratic:
