@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Open-Sora Plan 1.3, text to video by Megatron-style flags (docs/provider.md), on the 8 devices of one host.
+# Open-Sora Plan 1.3, text to video by Megatron-style flags (docs/provider.md), on the 8 devices of one host:
+# weights, gradients and optimizer states in shards.
 # Further flags win over those below:
 #   bash examples/opensoraplan1.3/pretrain_opensoraplan_1.3_flags.sh --lr 5e-6
 set -euo pipefail
@@ -30,19 +31,17 @@ GPT_ARGS="
     --global-batch-size $GBS \
     --num-workers 4 \
     --seed 42 \
-    --train-iters 5000 \
+    --train-iters 2000 \
     --lr 1e-5 \
     --lr-decay-style constant \
     --weight-decay 1e-2 \
     --bf16 \
-    --use-distributed-optimizer \
-    --recompute-granularity full \
-    --recompute-method block \
-    --recompute-num-layers 32
+    --use-torch-fsdp2 \
+    --fsdp2-config-path examples/opensoraplan1.3/fsdp2_config_1.3.yaml
 "
 MM_ARGS="
-    --mm-model examples/opensoraplan1.3/model_t2v.json \
-    --mm-data examples/opensoraplan1.3/data_t2v.json \
+    --mm-model examples/opensoraplan1.3/model_1.3.json \
+    --mm-data examples/opensoraplan1.3/data_1.3.json \
     --mm-tool mindspeed_mm/tools/tools.json
 "
 OUTPUT_ARGS="

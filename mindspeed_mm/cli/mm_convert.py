@@ -66,7 +66,10 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
     "CogVideoConverter": (_GENERATORS, "CogVideoX 1.0 and 1.5: the same layouts."),
     "HunyuanVideoConverter": (_GENERATORS, "HunyuanVideo and HunyuanVideo 1.5: the same layouts."),
-    "OpenSoraPlanConverter": (_GENERATORS, "Open-Sora Plan 1.3: the same layouts, and its VAE (vae_convert)."),
+    "OpenSoraPlanConverter": (
+        _GENERATORS,
+        "Open-Sora Plan 1.3 and 1.5: the same layouts, and their VAE (vae_convert).",
+    ),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
     "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),

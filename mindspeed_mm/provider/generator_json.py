@@ -39,10 +39,14 @@ OPENSORAPLAN_SIZES: dict[str, tuple[str, ...]] = {
     "cross_attention_dim": ("cross_attention_dim",),
     "caption_channels": ("caption_channels",),
     "sparse_n": ("sparse_n",),
+    "timestep_embed_dim": ("timestep_embed_dim",),
+    "pooled_projection_dim": ("pooled_projection_dim",),
 }
-"""The same of Open-Sora Plan 1.3."""
-_OPENSORAPLAN = ("videoditsparse", "videoditsparsei2v")
-"""`model_id` of `predictor`: text and image to video."""
+"""The same of Open-Sora Plan."""
+_OPENSORAPLAN = ("videoditsparse", "videoditsparsei2v", "SparseUMMDiT")
+"""`model_id` of `predictor`: 1.3 from text and from a picture, and 1.5."""
+_LOGIT_NORMAL = (("logit_normal", None), (None, "lognorm"))
+"""What `diffusion` says of logit-normal noise levels: `weighting_scheme`, `snr`."""
 _NOISE = "training.diffusion"
 _SCORED_BY = {
     "i2v": (
@@ -85,7 +89,7 @@ def put_generator(reading: Reading, root: Node) -> None:
     elif model_id in _OPENSORAPLAN:
         reading.draft.note(
             f"{place_at(root, 'ae')}: no component lies in a folder in diffusers' layout, which a run starts from: "
-            "examples/opensoraplan1.3/README.md makes one of the released files."
+            "examples/opensoraplan1.3/README.md and examples/opensoraplan1.5/README.md make one of the released files."
         )
     _put_noise(reading, root)
     _put_samples(reading, root)
@@ -147,13 +151,16 @@ def _put_noise(reading: Reading, root: Node) -> None:
     if name == "wan_flow_match_scheduler":
         draft.put(f"{_NOISE}.timestep_density", "uniform", entry.node.place)
         draft.put(f"{_NOISE}.loss_weighting", "bell", entry.node.place)
-    elif text_at(root, "diffusion.snr") == "lognorm":
+    elif (text_at(root, "diffusion.weighting_scheme"), text_at(root, "diffusion.snr")) in _LOGIT_NORMAL:
         draft.put(f"{_NOISE}.timestep_density", "logit_normal", entry.node.place)
     shift = find(root, "diffusion.train_timestep_shift") or find(root, "diffusion.shift")
     shift_by = None
     if shift is not None and plain(shift.node) is not None:
         shift_by = plain(shift.node)
         draft.put(f"{_NOISE}.shift", shift_by, shift.node.place)
+    dynamic = find(root, "diffusion.use_dynamic_shifting")
+    if dynamic is not None and plain(dynamic.node) is True:
+        draft.put(f"{_NOISE}.shift", "resolution", dynamic.node.place)
     gamma = find(root, "diffusion.snr_gamma")
     if gamma is not None and plain(gamma.node) is not None:
         draft.put(f"{_NOISE}.snr_gamma", plain(gamma.node), gamma.node.place)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.provider.generator_json import OPENSORAPLAN_SIZES
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES, text_config
 from mindspeed_mm.tasks.config import run_flags
@@ -28,6 +29,7 @@ from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_generator_run import make_clips
 from tests.helpers.tiny_generators import make_tiny_wan
+from tests.helpers.tiny_opensoraplan import make_tiny_opensoraplan, make_tiny_opensoraplan_1_5
 from tests.helpers.tiny_video_families import (
     make_tiny_cogvideox,
     make_tiny_hunyuan_video,
@@ -91,6 +93,8 @@ FAMILIES = {
     "hunyuanvideo": Family("", 8, make_tiny_hunyuan_video, ()),
     "hunyuanvideo_1.5": Family("", 8, make_tiny_hunyuan_video_1_5, ()),
     "cogvideox": Family("", 8, make_small_cogvideox, ()),
+    "opensoraplan1.3": Family("", 8, make_tiny_opensoraplan, ()),
+    "opensoraplan1.5": Family("", 8, make_tiny_opensoraplan_1_5, ()),
 }
 ALONE = ("whisper", "deepseekocr", "deepseekocr2")
 """Language models without model.json."""
@@ -160,6 +164,9 @@ def resize(name: str) -> None:
             model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
             model["predictor"] |= {"hidden_size": sizes["num_attention_heads"] * sizes["attention_head_dim"]}
             model["predictor"] |= {"ffn_dim": sizes["ffn_dim"]}
+        for key, (theirs,) in OPENSORAPLAN_SIZES.items():
+            if name.startswith("opensoraplan") and key in model["predictor"]:
+                model["predictor"][key] = sizes[theirs]
         for part in (model["ae"], *([each] if isinstance(each := model["text_encoder"], dict) else each)):
             part["dtype"] = "fp32"
         path.write_text(json.dumps(model))

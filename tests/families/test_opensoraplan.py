@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.opensoraplan.modeling_opensoraplan import OpenSoraPlanAdapter
 from mindspeed_mm.fsdp.ops.skiparse import SkiparseSets, skiparse_attention
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
@@ -313,7 +313,7 @@ def test_a_vae_whose_scale_and_shift_are_swapped_is_seen(runs: Any, tmp_path: Pa
     folder = runs("t2v")
     raw: list[dict[str, Any]] = []
     with (
-        mock.patch.object(OpenSoraPlanAdapter, "normalised", swapped),
+        mock.patch.object(DiffusionAdapter, "normalised", swapped),
         watched_steps(lambda _, batches: raw.extend(batches)),
     ):
         train(folder / "run.yaml", tmp_path / "raw", "training.train_iters=1")
@@ -387,6 +387,7 @@ def sample_by_hand(model: Path, x: torch.Tensor, generator: torch.Generator, ima
     return bytes_of.permute(1, 2, 3, 0).numpy().astype(np.uint8)
 
 
+@slow
 def test_adapters_train_and_are_loaded_again(runs: Any, tmp_path: Path) -> None:
     """Beside the weights and merged into them, they draw the same."""
     folder = runs("t2v")

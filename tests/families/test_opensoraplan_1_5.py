@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -162,6 +163,7 @@ def test_training_learns_the_formulas_loss(folder: Path, tmp_path: Path) -> None
     assert losses(tmp_path / "raw")[1] == pytest.approx(loss_by_hand(folder / "model", raw[0]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_exported_under_the_released_names(folder: Path, tmp_path: Path) -> None:
     train(folder / "run.yaml", tmp_path / "whole")
     train(folder / "run.yaml", tmp_path / "parts", "training.train_iters=1")
@@ -174,7 +176,7 @@ def test_a_run_goes_on_and_is_exported_under_the_released_names(folder: Path, tm
     assert all(torch.equal(found[key], trained[f"model.{key}"].double()) for key in found)
 
 
-@pytest.mark.parametrize("is_quadratic", [False, True])
+@pytest.mark.parametrize("is_quadratic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_samplers_formula(is_quadratic: bool, folder: Path, tmp_path: Path) -> None:
     model = folder / "model"
     if is_quadratic:
@@ -194,7 +196,7 @@ def test_samples_are_those_of_the_samplers_formula(is_quadratic: bool, folder: P
         rest = (1 - 2 * first - 2 * first) / 4
         levels = [1.0, 1 - first, 1 - 2 * first, 1 - 2 * first - first - rest, 0.0]
     w = weights(model / "transformer")
-    for now, following in zip(levels, levels[1:], strict=False):
+    for now, following in pairwise(levels):
         said = []
         for text in (PROMPT, ""):
             told = caption_features(model, text)

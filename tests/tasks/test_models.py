@@ -189,7 +189,7 @@ IN_THE_TABLES = {
 IN_FOLDERS = {
     "glm4.1v": "glm4v", "hunyuanvideo_1.5": "hunyuan_video_1_5", "internvl3": "internvl", "kimik2_5": "kimik2_5",
     "lumina": "lumina_mgpt", "magistral-2509": "mistral3",
-    "opensoraplan1.3": "opensoraplan", "qwen3_6": "qwen3_5", "step3_vl": "step3_vl",
+    "opensoraplan1.3": "opensoraplan", "opensoraplan1.5": "opensoraplan", "qwen3_6": "qwen3_5", "step3_vl": "step3_vl",
     "vace": "wan_vace", "wan2.2": "wan", "qwen3_asr": "qwen3_asr",
 }  # fmt: skip
 """Name of a folder of MindSpeed-MM's examples that reads otherwise → card."""
@@ -203,8 +203,8 @@ def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "self-forcing", "StepVideo", "Ming", "OpenSoraPlan 1.5",
-        "opensoraplan1.5", "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
+        "self-forcing", "StepVideo", "Ming",
+        "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
         "kimi_k3", "mimo_v25", "mimov2_5", "moss_tts", "moss_tts_delay", "qihoo_t2x",
     ],
 )  # fmt: skip

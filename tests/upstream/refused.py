@@ -27,7 +27,6 @@ REFUSED = (
         "model.json cuts the layers into 8 stages, and a comment of the script asks to change that",
     ),
     Refused("/opensora2.0/", "media of Open-Sora 2.0, which is not built", _PLANNED),
-    Refused("/opensoraplan1.5/pretrain", "patch.adaptive_clip_grad_norm is not built", _PLANNED),
     Refused("/lumina/", "rows of tokens that Lumina-mGPT 2.0's own encoder made", _PLANNED),
     Refused("/videoalign/", "rows of VideoAlign, which is not built", _PLANNED),
     Refused("/qihoo_t2x/", "there is no such entry", _PLANNED),

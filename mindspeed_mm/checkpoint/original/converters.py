@@ -56,7 +56,7 @@ class OriginalCommands:
     """Names of the families that a converter takes."""
 
     def __init__(self, version: Literal["t2v", "i2v"] | None = None) -> None:
-        self._version = version
+        self._version: str | None = version
 
     def source_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Write the authors' own weights as a diffusers folder."""
@@ -234,16 +234,24 @@ class CogVideoConverter(MMCommands, Converter):
 
 
 class OpenSoraPlanConverter(MMCommands, Converter):
-    """Open-Sora Plan 1.3: its authors' names, MindSpeed-MM's names, and WF-VAE."""
+    """Open-Sora Plan 1.3 and 1.5: their authors' names, which are those of diffusers' layout, MindSpeed-MM's names, and
+    WF-VAE."""
 
-    families = ("Open-Sora Plan 1.3",)
+    families = ("Open-Sora Plan 1.3", "Open-Sora Plan 1.5")
 
     def __init__(self, version: Literal["v1.2", "v1.3", "v1.5"] = "v1.5") -> None:
         super().__init__()
-        if version != "v1.3":
-            raise UsageError(
-                f"Open-Sora Plan {version} is not built", key="version", way_out="v1.3 is: --version v1.3."
-            )
+        if version == "v1.2":
+            raise UsageError("Open-Sora Plan v1.2 is not built", key="version", way_out="v1.3 and v1.5 are.")
+        self._version = version
+
+    def source_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Rename the authors' own weights to MindSpeed-MM's names and divide them among ranks."""
+        return self._convert(cfg, Naming.DIFFUSERS, Naming.MM)
+
+    def source_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write the authors' own weights as the folder `transformer` of a model."""
+        return self._convert(cfg, Naming.DIFFUSERS, Naming.DIFFUSERS)
 
     def vae_convert(self, cfg: ConvertGeneratorConfig, use_ema_model: bool = True) -> Converted:
         """Write WF-VAE as the folder `vae` of a model.

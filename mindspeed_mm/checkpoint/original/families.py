@@ -9,11 +9,23 @@ from mindspeed_mm.checkpoint.original.flux import FLUX, FLUX_2
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, without_wrappers
 from mindspeed_mm.checkpoint.original.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from mindspeed_mm.checkpoint.original.ltx import LTX, LTX_2
-from mindspeed_mm.checkpoint.original.opensoraplan import OPENSORAPLAN
+from mindspeed_mm.checkpoint.original.opensoraplan import OPENSORAPLAN, OPENSORAPLAN_1_5
 from mindspeed_mm.checkpoint.original.wan import VACE, WAN
 from mindspeed_mm.core.errors import ModelFolderError
 
-GENERATORS = (VACE, WAN, HUNYUAN_VIDEO_1_5, HUNYUAN_VIDEO, COGVIDEOX, LTX_2, LTX, FLUX_2, FLUX, OPENSORAPLAN)
+GENERATORS = (
+    VACE,
+    WAN,
+    HUNYUAN_VIDEO_1_5,
+    HUNYUAN_VIDEO,
+    COGVIDEOX,
+    LTX_2,
+    LTX,
+    FLUX_2,
+    FLUX,
+    OPENSORAPLAN,
+    OPENSORAPLAN_1_5,
+)
 """A family stands before those whose marks it has too."""
 
 

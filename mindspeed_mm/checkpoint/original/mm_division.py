@@ -90,7 +90,7 @@ def _of_both(*names: str) -> list[str]:
 
 _COLUMN, _QKV = TensorCut(0), TensorCut(0, parts=3)
 _COG, _DOUBLE, _SINGLE = "videodit_blocks.{n}.", "double_blocks.{n}.", "single_blocks.{n}."
-_OSP = "videodit_sparse_blocks.{n}."
+_OSP, _OSP_STAGE = "videodit_sparse_blocks.{n}.", "transformer_blocks.{s}.{n}."
 
 DIVISIONS: dict[str, MMDivision] = {
     "Wan": MMDivision(
@@ -117,6 +117,17 @@ DIVISIONS: dict[str, MMDivision] = {
             **_linear(_COLUMN, *(f"{_OSP}{at}_atten.proj_{name}" for at in ("self", "cross") for name in "qkv")),
             **_linear(_COLUMN, f"{_OSP}ff.net.0.proj"),
             **_row(f"{_OSP}self_atten.proj_out", f"{_OSP}cross_atten.proj_out", f"{_OSP}ff.net.2"),
+        },
+    ),
+    "Open-Sora Plan 1.5": MMDivision(
+        "transformer_blocks.",
+        has_stages=False,
+        cuts={
+            **_linear(_COLUMN, "norm_out.linear", *(f"{_OSP_STAGE}norm{number}.linear" for number in (1, 2))),
+            **_linear(_COLUMN, *(f"{_OSP_STAGE}attn1.{at}proj_{name}" for at in ("", "added_") for name in "qkv")),
+            **_linear(_COLUMN, *(f"{_OSP_STAGE}{name}.net.0.proj" for name in ("ff", "ff_enc"))),
+            **_row(f"{_OSP_STAGE}attn1.proj_out", f"{_OSP_STAGE}attn1.added_proj_out"),
+            **_row(f"{_OSP_STAGE}ff.net.2", f"{_OSP_STAGE}ff_enc.net.2"),
         },
     ),
     "HunyuanVideo": MMDivision(

@@ -1,7 +1,7 @@
-"""Open-Sora Plan 1.3: its authors' names are those of diffusers' layout, MindSpeed-MM's are others; and its WF-VAE.
+"""Open-Sora Plan 1.3 and 1.5: their authors' names are those of diffusers' layout, MindSpeed-MM's are others; and their
+WF-VAE.
 
-Names: https://github.com/PKU-YuanGroup/Open-Sora-Plan (`opensora/models/diffusion/opensora_v1_3`), MindSpeed-MM's
-`OpenSoraPlanConverter`.
+Names: https://github.com/PKU-YuanGroup/Open-Sora-Plan, MindSpeed-MM's `OpenSoraPlanConverter`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 
-_HOME = "mindspeed_mm.fsdp.models.opensoraplan.transformer_1_3"
+_HOME = "mindspeed_mm.fsdp.models.opensoraplan"
 _KEPT = (
     "pos_embed.proj",
     "adaln_single.emb.timestep_embedder.linear_1",
@@ -83,7 +83,7 @@ def _config(tensors: Tensors, given: Json) -> Json:
 OPENSORAPLAN = GeneratorLayouts(
     name="Open-Sora Plan 1.3",
     class_name="OpenSoraT2V_v1_3",
-    home=_HOME,
+    home=f"{_HOME}.transformer_1_3",
     marks={
         Naming.DIFFUSERS: (
             "adaln_single.linear.weight",
@@ -106,12 +106,99 @@ OPENSORAPLAN = GeneratorLayouts(
     version=lambda tensors: f"Open-Sora Plan v1.3 {'I2V' if _takes_frames(tensors) else 'T2V'}",
 )
 
+_STAGE_BLOCK = "transformer_blocks.{s}.{n}."
+_IN_JOINT_BLOCK = {
+    **{f"attn1.proj_{name}": f"attn1.to_{name}" for name in "qkv"},
+    **{f"attn1.added_proj_{name}": f"attn1.add_{name}_proj" for name in "qkv"},
+    "attn1.proj_out": "attn1.to_out.0",
+    "attn1.added_proj_out": "attn1.to_add_out",
+    **{f"attn1.norm_proj_{name}": f"attn1.norm_{name}" for name in "qk"},
+    **{f"attn1.norm_added_proj_{name}": f"attn1.norm_added_{name}" for name in "qk"},
+}
+_KEPT_IN_JOINT_BLOCK = (
+    *(f"norm{number}.{part}" for number in (1, 2) for part in ("linear", "norm", "norm_enc")),
+    *(f"{name}.net.{layer}" for name in ("ff", "ff_enc") for layer in ("0.proj", "2")),
+)
+_KEPT_OF_1_5 = (
+    "patch_embed.proj",
+    *(
+        f"time_text_embed.{name}.linear_{number}"
+        for name in ("timestep_embedder", "text_embedder")
+        for number in (1, 2)
+    ),
+    "caption_projection",
+    "norm_final",
+    "norm_out.linear",
+    "norm_out.norm",
+    "proj_out",
+    "skip_norm_linear.{s}.1",
+    "skip_norm_linear_enc.{s}.1",
+)
+
+
+def _joint_config(tensors: Tensors, given: Json) -> Json:
+    patches = tensors["patch_embed.proj.weight"].shape
+    width, patch = patches[0], patches[2]
+    head = tensors["transformer_blocks.0.0.attn1.norm_q.weight"].shape[0]
+    depths = [count(tensors, f"transformer_blocks.{stage}.") for stage in range(count(tensors, "transformer_blocks."))]
+    half = len(depths) // 2
+    return {
+        "num_attention_heads": width // head,
+        "attention_head_dim": head,
+        "in_channels": patches[1],
+        "out_channels": tensors["proj_out.weight"].shape[0] // patch**2,
+        "num_layers": depths,
+        "sparse_n": [2 ** (half - abs(stage - half)) for stage in range(len(depths))],  # 1, 2, 4, 8, 4, 2, 1
+        "double_ff": "transformer_blocks.0.0.ff_enc.net.2.weight" in tensors,
+        "patch_size": patch,
+        "caption_channels": tensors["caption_projection.weight"].shape[1],
+        "pooled_projection_dim": tensors["time_text_embed.text_embedder.linear_1.weight"].shape[1],
+        "timestep_embed_dim": tensors["norm_out.linear.weight"].shape[1],
+        "skip_connection": "skip_norm_linear.0.1.weight" in tensors,
+    }
+
+
+OPENSORAPLAN_1_5 = GeneratorLayouts(
+    name="Open-Sora Plan 1.5",
+    class_name="OpenSoraT2V_v1_5",
+    home=f"{_HOME}.transformer_1_5",
+    marks={
+        Naming.DIFFUSERS: ("time_text_embed.text_embedder.linear_1.weight", "transformer_blocks.0.0.attn1.to_q.weight"),
+        Naming.MM: ("time_text_embed.text_embedder.linear_1.weight", "transformer_blocks.0.0.attn1.proj_q.weight"),
+    },
+    original=(),
+    mm=(
+        *modules({name: name for name in _KEPT_OF_1_5}),
+        *modules(_IN_JOINT_BLOCK, _STAGE_BLOCK),
+        *modules({name: name for name in _KEPT_IN_JOINT_BLOCK}, _STAGE_BLOCK),
+    ),
+    config=_joint_config,
+    version=lambda tensors: "Open-Sora Plan v1.5 T2V",
+)
+
 
 # --- WF-VAE -----------------------------------------------------------------------------------------------------------
 
 _CONSTANTS = "wavelet_transform_"
 _SCALE = 0.18215
-"""Of every channel of 1.3's VAE. Those of 1.5's are in its config.json."""
+"""Of every channel of 1.3's VAE."""
+_SCALES_OF_1_5 = [
+    0.7031, 0.7109, 1.5391, 1.2969, 0.7109, 1.4141, 1.3828, 2.1719, 1.7266, 1.8281, 1.9141, 1.2031, 0.6875, 0.9609,
+    1.6484, 1.1875, 1.5312, 1.1328, 0.8828, 0.6836, 0.8828, 0.9219, 1.6953, 1.4453, 1.5312, 0.6836, 0.7656, 0.8242,
+    1.2344, 1.0312, 1.7266, 0.9492,
+]  # fmt: skip
+_SHIFTS_OF_1_5 = [
+    -0.2129, 0.1226, 1.6328, 0.6211, -0.8750, 0.6172, -0.5703, 0.1348, -0.2178, -0.9375, 0.3184, 0.3281, -0.0544,
+    -0.1826, -0.2812, 0.4355, 0.1621, -0.2578, 0.7148, -0.7422, -0.2295, -0.2324, -1.4922, 0.6328, 1.1250, -0.2578,
+    -2.1094, 1.0391, 1.1797, -1.2422, -0.2988, -0.9570,
+]  # fmt: skip
+"""Of the channels of 1.5's VAE: examples/opensoraplan1.5/pretrain_model.json of MindSpeed-MM."""
+_IN_TIME = {
+    "l1_dowmsample_block": "Spatial2xTime2x3DDownsample",
+    "l1_downsample_wavelet": "HaarWaveletTransform3D",
+    "l1_upsample_block": "Spatial2xTime2x3DUpsample",
+    "l1_upsample_wavelet": "InverseHaarWaveletTransform3D",
+}
 
 
 def convert_wf_vae(source: Path, target: Path, *, averaged: bool = True, stream: TextIO | None = None) -> Converted:
@@ -170,13 +257,17 @@ def _vae_config(tensors: Tensors, source: Path) -> Json:
     latents = tensors["encoder.conv_out.conv.weight"].shape[0] // 2
     base = tensors["encoder.down1.0.weight"].shape[0]
     in_time = tensors["encoder.connect_l1.weight"].shape[1] == 24
+    scale, shift = [_SCALE] * latents, [0.0] * latents
     if in_time:
-        raise ModelFolderError(
-            "is the VAE of 1.5, and nothing beside it says its scale and shift",
-            where=str(source),
-            way_out=f"Put its config.json at {beside}.",
-        )
+        if latents != len(_SCALES_OF_1_5):
+            raise ModelFolderError(
+                f"is a VAE of 8 frames to a latent frame with {latents} channels, and nothing beside it says its scale",
+                where=str(source),
+                way_out=f"Put its config.json at {beside}.",
+            )
+        scale, shift = _SCALES_OF_1_5, _SHIFTS_OF_1_5
     return {
+        **(_IN_TIME if in_time else {}),
         "_class_name": "WFVAEModel",
         "latent_dim": latents,
         "base_channels": base,
@@ -189,8 +280,8 @@ def _vae_config(tensors: Tensors, source: Path) -> Json:
         "norm_type": "layernorm",
         "t_interpolation": "trilinear",
         "use_attention": "encoder.mid.1.q.conv.weight" in tensors,
-        "scale": [_SCALE] * latents,
-        "shift": [0.0] * latents,
+        "scale": scale,
+        "shift": shift,
     }
 
 

@@ -31,7 +31,7 @@ from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 
 CONFIG_FILE = "config.json"
 _PT_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-_SECTIONS = ("module", "model", "state_dict")
+_SECTIONS = ("module", "model", "state_dict", "ema_state_dict")
 """What the authors' `.pt` files put the weights under."""
 _AVERAGE = "ema."
 """What the names of averages begin with in a checkpoint."""

@@ -133,6 +133,6 @@ def joint_skiparse_attention(
         if told_mask is None:
             told_mask = torch.ones(len(query), text, dtype=torch.bool, device=query.device)
         mask = torch.cat([seen, told_mask.repeat_interleave(each, dim=0)[:, None, None]], dim=-1)
-    made = attend(*joined, mask)
+    made = attend(joined[0], joined[1], joined[2], mask)
     video, caption = made.split([made.shape[1] - text, text], dim=1)
     return sets.collect(video, length) if each > 1 else video, caption.unflatten(0, (-1, each)).mean(dim=1)

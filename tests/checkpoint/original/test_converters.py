@@ -121,7 +121,7 @@ def test_a_wrong_converter_subcommand_or_version_names_the_right_one(tmp_path: P
         (["CogVideoConverter", "--version", "x2v", "hf_to_mm"], "--version"),
         (["WanConverter", "--version", "t2v", "hf_to_mm"], "unknown flag '--version'"),
         (["CogVideoConverter", "mm_to_hf", "--cfg.target_parallel_config.ep_size=2"], "has no experts"),
-        (["OpenSoraPlanConverter", "hf_to_mm"], "Open-Sora Plan v1.5 is not built"),
+        (["OpenSoraPlanConverter", "--version", "v1.2", "hf_to_mm"], "Open-Sora Plan v1.2 is not built"),
         (
             ["OpenSoraPlanConverter", "--version", "v1.3", "hf_to_mm"],
             "holds CogVideoX, and OpenSoraPlanConverter takes",

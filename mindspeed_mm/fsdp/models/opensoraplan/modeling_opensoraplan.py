@@ -70,7 +70,7 @@ def masked_video(first_frame: torch.Tensor, frames: int) -> torch.Tensor:
 
 @model_register.register("opensoraplan")
 class OpenSoraPlanAdapter(DiffusionAdapter):
-    """Open-Sora Plan 1.3."""
+    """Open-Sora Plan 1.3, text to video: v is learned in a thousand steps."""
 
     transformer_class = "OpenSoraT2V_v1_3"
     own_classes: ClassVar[Mapping[str, str]] = {
@@ -88,11 +88,11 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
     draws = frozenset({"t2v", "i2v"})  # the ancestral sampler
     one_by_one = frozenset({"i2v"})
     blocks = ("transformer_blocks.{*}",)
-    sample_plan = SamplePlan(
+    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
         blocks={"transformer_blocks.{*}": {"hidden_states": (IMAGE, 1), "image_rotary_emb": (IMAGE, 0)}},
         attention={"*.attn1": (IMAGE,)},
     )
-    cut_points = CutPoints(
+    cut_points: ClassVar[CutPoints | None] = CutPoints(
         layers={"transformer_blocks": ("hidden_states",)},
         behind=("norm_out", "proj_out"),
         behind_parameters=("scale_shift_table",),
@@ -105,8 +105,8 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
         "*.attn2.to_k": "caption",
         "*.attn2.to_v": "caption",
     }
-    memory_streams = ("caption", "samples")
-    encoders = ("vae", "text_encoder", "tokenizer")
+    memory_streams: ClassVar[tuple[str, ...]] = ("caption", "samples")
+    encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
     sizes = LatentSizes(8, ("vae.latent_dim", "transformer.in_channels"), _ratios, is_video=True)
     widths = {"in_channels": "vae", "out_channels": "vae", "caption_channels": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)
@@ -189,7 +189,7 @@ class OpenSoraPlanJointAdapter(OpenSoraPlanAdapter):
 
     @cached_property
     def noise_path(self) -> NoisePath:
-        """Flow matching."""
+        """Flow matching, unlike the older release."""
         return FlowPath()
 
     def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ _PIXELS = 8
 """Along a side of a latent position."""
 _RESCALE = 0.7
 """How much of 1.5's guidance is brought back to the deviation of the prediction."""
-Generators = torch.Generator | list[torch.Generator] | None
+Generators: TypeAlias = "torch.Generator | list[torch.Generator] | None"
 
 
 class OpenSoraPipeline(DiffusionPipeline):
@@ -71,7 +71,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         return self.scheduler.scale_model_input(latents, time)
 
     def _guided(self, without: torch.Tensor, asked: torch.Tensor, scale: float) -> torch.Tensor:
-        """Classifier-free guidance."""
+        """Classifier-free guidance of the given scale."""
         return without + scale * (asked - without)
 
     def conditions(self, image: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor | None:
@@ -135,7 +135,8 @@ class OpenSoraPipeline(DiffusionPipeline):
                 return_dict=False,
             )[0].to(latents.dtype)
             if is_guided:
-                said = self._guided(*said.chunk(2), guidance_scale)
+                without, asked = said.chunk(2)
+                said = self._guided(without, asked, guidance_scale)
             latents = self.scheduler.step(said, time, latents, generator=generator, return_dict=False)[0]
         ready = unstandardised(latents, *latent_numbers(self.vae)).to(self.vae.dtype)
         frames = self.vae.decode(ready, return_dict=False)[0]

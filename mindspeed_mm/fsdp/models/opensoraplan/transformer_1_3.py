@@ -137,7 +137,7 @@ class ZeroLinear(nn.Linear):
     """A layer that gives zeros before something is learned."""
 
     def reset_parameters(self) -> None:
-        """Zeros."""
+        """Begin with zeros, as is released for training."""
         nn.init.zeros_(self.weight)
 
 

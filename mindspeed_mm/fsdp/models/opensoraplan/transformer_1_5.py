@@ -34,7 +34,7 @@ class ExactLayerNorm(nn.LayerNorm):
     """Layer norm in fp32 at least, in the type of what it is given."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(…, width)."""
+        """Normed over the last axis, (…, width)."""
         exact = torch.promote_types(hidden_states.dtype, torch.float32)
         weight, bias = self.weight.to(exact), self.bias.to(exact)
         return F.layer_norm(hidden_states.to(exact), self.normalized_shape, weight, bias, self.eps).to(
@@ -194,7 +194,7 @@ class TimeAndCaption(nn.Module):
         self.text_embedder = PixArtAlphaTextProjection(pooled, width, act_fn="silu")
 
     def forward(self, timestep: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """(B, width)."""
+        """Return the vector of each sample, (B, width)."""
         return self.timestep_embedder(self.time_proj(timestep).to(pooled.dtype)) + self.text_embedder(pooled)
 
 

@@ -207,7 +207,7 @@ class HaarWavelet(nn.Module):
             else:
                 bits = (0, band & 1, band & 2)
             t, h, w = (signs if bit else plain for bit in bits)
-            kernels.append(torch.einsum("t,h,w->thw", t[: axes - 1], h, w))
+            kernels.append(torch.einsum("i,j,k->ijk", t[: axes - 1], h, w))
         factor = _HAAR_3D if axes == 3 else _HAAR_2D
         self.register_buffer("kernel", torch.stack(kernels)[:, None] * factor, persistent=False)
         self.chunk, self.is_in_time = chunk, axes == 3

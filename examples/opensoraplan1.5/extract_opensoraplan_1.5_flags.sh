@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Encodes clips and captions once for Open-Sora Plan 1.5, text to video, by Megatron-style flags; pretrain_opensoraplan_1.5_flags.sh trains on them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+torchrun --nproc_per_node ${NPROC:-8} mindspeed_mm/tools/feature_extraction/get_sora_feature.py --micro-batch-size 1 --num-workers 4 \
+    --mm-model examples/opensoraplan1.5/model_1.5.json --mm-data examples/opensoraplan1.5/media_1.5.json \
+    --mm-tool examples/opensoraplan1.5/tools_1.5.json "$@"
