@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -360,7 +360,7 @@ class BagelOutput(CausalLMOutputWithPast):
 
 
 @model_register.register("bagel")
-class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
+class BagelForConditionalGeneration(PreTrainedModel):
     """The whole model, without its VAE.
 
     Args:
