@@ -140,6 +140,16 @@ def test_questions_that_make_no_sense_are_refused(run: Path, words: list[Any], s
     assert said.code != 0 and says in said.err and "Traceback" not in said.err, said.err
 
 
+@pytest.mark.parametrize("words", [("chat",), ("evaluate", "--data", "ROWS", "--out", "OUT")])
+def test_other_commands_name_the_one_that_asks(run: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    verb, *more = words
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    named = {"ROWS": rows, "OUT": tmp_path / "out"}
+    said = mm(verb, run.parent / "model", *(named.get(word, word) for word in more))
+    assert said.code != 0 and "mm infer MODEL --prompt TEXT" in said.err and "Traceback" not in said.err, said.err
+
+
 # --- the VAE ----------------------------------------------------------------------------------------------------------
 
 

@@ -263,7 +263,7 @@ def size_rules(preprocess: PreprocessParameters, folder: Path) -> tuple[SizeRule
     """
     path = folder / "config.json"
     config = read_json_object(path, ModelFolderError)
-    patch = (config.get("vit_config") or {}).get("patch_size")
+    patch: Any = (config.get("vit_config") or {}).get("patch_size")
     latent, pixels = config.get("latent_patch_size", 2), (config.get("vae_config") or {}).get("downsample", 8)
     places = {"vit": config.get("vit_max_num_patch_per_side", 70), "vae": config.get("max_latent_size", 64)}
     if not all(isinstance(each, int) and each > 0 for each in (patch, latent, pixels, *places.values())):
