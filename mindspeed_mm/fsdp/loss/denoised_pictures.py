@@ -37,7 +37,7 @@ _LATENT = 2
 _ONLY_NULL = ("sigma_range", "prior_loss_weight")
 
 
-class LatentSizes(Protocol):
+class DenoisedSizes(Protocol):
     """What the configuration of such a model tells of its latents."""
 
     latent_patch_size: int
@@ -63,7 +63,7 @@ class WithDenoisedPictures:
     def __init__(
         self,
         objective: TokenCrossEntropy,
-        sizes: LatentSizes,
+        sizes: DenoisedSizes,
         loss: LossConfig,
         diffusion: DiffusionArguments,
         encode: Encode | None,
@@ -202,7 +202,7 @@ def check_no_picture_weights(loss: LossConfig) -> None:
     for name in ("text_loss_weight", "picture_loss_weight"):
         if getattr(loss, name) is not None:
             raise ConfigError(
-                f"{getattr(loss, name):g} is for models that answer and draw by denoising, such as BAGEL",
+                f"{getattr(loss, name):g} is for models that answer and draw by denoising",
                 key=f"features.loss_cfg.{name}",
                 way_out="Leave it out.",
             )

@@ -94,7 +94,7 @@ class UnifiedSampler:
         self._device, self._exact = weight.device, torch.promote_types(weight.dtype, torch.float32)
 
     def start(self) -> Context:
-        """An empty sequence."""
+        """An empty sequence, in the three forms that guidance asks."""
         return Context(KeyValues(), KeyValues(), KeyValues())
 
     def add_text(self, context: Context, text: str) -> None:
