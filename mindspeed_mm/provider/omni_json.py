@@ -70,10 +70,9 @@ def put_omni(reading: Reading, root: Node) -> None:
     shift = find(root, "ae.timestep_shift")
     if shift is not None and plain(shift.node) is not None:
         draft.put("training.diffusion.shift", plain(shift.node), shift.node.place)
-    draft.put("features.loss_cfg.loss_type", "per_token_loss", place_at(root, "mllm"))  # over all ranks' packed rows
-    draft.put(
-        "features.loss_cfg.text_loss_weight", 1.0, place_at(root, "mllm")
-    )  # MindSpeed-MM adds the two as they are
+    # MindSpeed-MM divides both terms by numbers of all ranks, and adds them as they are.
+    draft.put("features.loss_cfg.loss_type", "per_token_loss", place_at(root, "mllm"))
+    draft.put("features.loss_cfg.text_loss_weight", 1.0, place_at(root, "mllm"))
 
 
 def put_omni_rows(reading: Reading, root: Node) -> list[str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
 from tests.helpers.tiny_processors import byte_tokenizer
+from tests.helpers.tiny_run import STEADY
 
 PATCH, TOWER_SIDE = 4, 28
 """Pixels of a patch that is seen; of the largest picture."""
@@ -148,3 +151,31 @@ def write_rows(folder: Path) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+KEEP_ALL = {"text_cond_dropout_prob": 0.0, "vit_cond_dropout_prob": 0.0, "vae_cond_dropout_prob": 0.0}
+
+
+@cache
+def run_of(root: Path) -> Path:
+    """A YAML with its model and rows below a folder."""
+    (root / "model").mkdir()
+    make_tiny_bagel(root / "model")
+    rows = write_rows(root / "rows")
+    config: dict[str, Any] = {
+        "model": {"model_id": "bagel", "model_name_or_path": str(root / "model")},
+        "data": {
+            "dataset_param": {
+                "dataset_type": "bagel",
+                "basic_parameters": {"dataset": str(rows), "dataset_dir": str(rows.parent), **KEEP_ALL},
+                "preprocess_parameters": dict(SIZES),
+            },
+            "dataloader_param": {"num_workers": 0, "shuffle": False},
+        },
+        "parallel": {},
+        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "seed": 7, "clip_grad": 0.5,
+                     "adam_fused": False, **STEADY},
+    }  # fmt: skip
+    with (root / "run.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(config, file)
+    return root / "run.yaml"

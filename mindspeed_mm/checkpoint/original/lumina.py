@@ -30,7 +30,7 @@ class LuminaConverter(Converter):
         return name
 
     def ours(self, name: str) -> str:
-        """Invert `theirs`."""
+        """What the Hugging Face folder calls a tensor of MindSpeed-MM's: the same."""
         return name
 
     def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:

@@ -92,10 +92,10 @@ batches."""
 NOTED_KEYS = (
     "data.dataset_param.basic_parameters.max_bad_fraction",
     "data.dataset_param.basic_parameters.on_bad_sample",
-    "features.loss_cfg.router_aux_loss_coef",
-    "features.loss_cfg.z_loss_coef",
-    "features.loss_cfg.text_loss_weight",
     "features.loss_cfg.picture_loss_weight",
+    "features.loss_cfg.router_aux_loss_coef",
+    "features.loss_cfg.text_loss_weight",
+    "features.loss_cfg.z_loss_coef",
     "model.*_implementation",
     "parallel.fsdp_plan.*_dtype",
     "training.adam_beta*",

@@ -37,7 +37,7 @@ _LATENT = 2
 _ONLY_NULL = ("sigma_range", "prior_loss_weight")
 
 
-class LatentSizes(Protocol):
+class DenoisedSizes(Protocol):
     """What the configuration of such a model tells of its latents."""
 
     latent_patch_size: int
@@ -63,7 +63,7 @@ class WithDenoisedPictures:
     def __init__(
         self,
         objective: TokenCrossEntropy,
-        sizes: LatentSizes,
+        sizes: DenoisedSizes,
         loss: LossConfig,
         diffusion: DiffusionArguments,
         encode: Encode | None,

@@ -339,7 +339,7 @@ def check_no_picture_weights(loss: LossConfig) -> None:
     for name in ("text_loss_weight", "picture_loss_weight"):
         if getattr(loss, name) is not None:
             raise ConfigError(
-                f"{getattr(loss, name):g} is for models that answer and draw by denoising, such as BAGEL",
+                f"{getattr(loss, name):g} is for models that answer and draw by denoising",
                 key=f"features.loss_cfg.{name}",
                 way_out="Leave it out.",
             )

@@ -59,10 +59,10 @@ class LossConfig(Section):
     """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). It is divided by the same number as the loss, and logged separately."""
     text_loss_weight: Annotated[Number, Field(ge=0)] | None = None
-    """Weight of the words in models that also draw by denoising (BAGEL); null: 0.25, as it was trained. Words and
-    pictures are two terms, each with a denominator of its own, and logged with their weights."""
+    """Weight of the loss of words in models that answer and draw by denoising (BAGEL); null: 0.25, as BAGEL was
+    trained. Words and pictures are two terms, each divided by its own number, and logged with their weights."""
     picture_loss_weight: Annotated[Number, Field(ge=0)] | None = None
-    """Weight of the denoising of pictures in such models; null: 1."""
+    """Weight of the loss of drawn pictures in models that answer and draw by denoising (BAGEL); null: 1."""
 
 
 class ChunkLossPlan(Section):

@@ -94,7 +94,7 @@ class UnifiedSampler:
         self._device, self._exact = weight.device, torch.promote_types(weight.dtype, torch.float32)
 
     def start(self) -> Context:
-        """An empty sequence."""
+        """An empty sequence, in the three forms that guidance asks."""
         return Context(KeyValues(), KeyValues(), KeyValues())
 
     def add_text(self, context: Context, text: str) -> None:
@@ -125,7 +125,8 @@ class UnifiedSampler:
     def answer(self, context: Context, words: Words) -> tuple[str, bool]:
         """What the model says, and whether it came to an end."""
         past, draw = context.whole.copy(), torch.Generator().manual_seed(words.seed % 2**63)
-        said, token = [], self._marks.text_start
+        said: list[int] = []
+        token = self._marks.text_start
         for _ in range(words.max_new_tokens):
             logits = self._model.language_model["lm_head"](self._read(past, [token])[:, -1])[0].double().cpu()
             if words.temperature:

@@ -24,7 +24,7 @@ from mindspeed_mm.tasks.requests.shared import height_and_width
 
 @dataclass(frozen=True)
 class SaidInParts:
-    """An answer in words."""
+    """An answer in words, to be printed or shown as JSON."""
 
     text: str
     finished: bool

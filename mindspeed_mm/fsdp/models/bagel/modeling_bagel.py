@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -44,7 +44,7 @@ _FREQUENCIES = 256
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """Where the tokens of a pass stand. Layers hold them in another order than the sequence: those of the first set of
     parameters in front, so that each set takes one slice."""
 
@@ -95,7 +95,7 @@ def attend(
         key: (1, heads, T, D); where there is one document, it may be longer.
         value: As `key`.
         documents: Borders, from 0 to T.
-        masks: As of `Layout`.
+        masks: As of `TokenLayout`.
     """
     if len(documents) == 1:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=masks[0]).transpose(1, 2).flatten(2)
@@ -126,11 +126,11 @@ class BagelAttention(nn.Module):
             for name in "qk":
                 self.add_module(f"{name}_norm{end}", Qwen2RMSNorm(self._head_dim, eps=config.rms_norm_eps))
 
-    def _both(self, layout: Layout, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    def _both(self, layout: TokenLayout, name: str, hidden: torch.Tensor) -> torch.Tensor:
         return layout.split(hidden, self.get_submodule(name), self.get_submodule(f"{name}_moe_gen"))
 
     def forward(
-        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: Layout
+        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: TokenLayout
     ) -> torch.Tensor:
         """(1, T, H) in the order of layers; the same order comes out."""
         query, key, value = (
@@ -170,7 +170,7 @@ class BagelDecoderLayer(GradientCheckpointingLayer):
                 self.add_module(f"{name}{end}", Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(
-        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: Layout
+        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: TokenLayout
     ) -> torch.Tensor:
         """(1, T, H) in the order of `layout`.
 
@@ -200,7 +200,7 @@ class BagelTextModel(nn.Module):
         self.norm_moe_gen = Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen2RotaryEmbedding(config)
 
-    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """(1, T, H) embeddings in the order of the sequence → normed states in the same order.
 
         Args:
@@ -243,7 +243,7 @@ class BagelVisionEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding((vit.image_size // vit.patch_size) ** 2, vit.hidden_size)
 
     def forward(self, patches: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """(S, channels · p²) → (1, S, V)."""
+        """(S, channels · p²) numbers of patches → (1, S, V), with their places added."""
         patches = patches.to(self.patch_embedding.weight.dtype)
         return (self.patch_embedding(patches) + self.position_embedding(places))[None]
 
@@ -286,11 +286,11 @@ def borders(lengths: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-class Places(nn.Module):
+class PlaceTable(nn.Module):
     """A fixed table of places, sines and cosines of column and row (arXiv:2212.09748); stored with the weights.
 
     Args:
-        per_side: Places along a side.
+        per_side: PlaceTable along a side.
         width: H.
     """
 
@@ -309,7 +309,7 @@ class Places(nn.Module):
         return torch.cat([side.repeat(count, 1), side.repeat_interleave(count, dim=0)], dim=1)
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
-        """(n,) → (n, H)."""
+        """(n,) places, numbered row by row → (n, H)."""
         return self.pos_embed[places]
 
 
@@ -325,7 +325,7 @@ class TimeEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, times: torch.Tensor) -> torch.Tensor:
-        """(n,) → (n, H)."""
+        """(n,) noise levels → (n, H), as DiT makes them of timesteps."""
         half = _FREQUENCIES // 2
         speeds = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=times.device) / half)
         angles = times[:, None] * speeds.to(times.dtype)
@@ -347,7 +347,7 @@ class Connector(nn.Module):
         self._activation = ACT2FN[config.connector_act]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(…, V) → (…, H)."""
+        """(…, V) features of patches → (…, H) in the language model."""
         return self.fc2(self._activation(self.fc1(features)))
 
 
@@ -360,7 +360,7 @@ class BagelOutput(CausalLMOutputWithPast):
 
 
 @model_register.register("bagel")
-class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
+class BagelForConditionalGeneration(PreTrainedModel):
     """The whole model, without its VAE.
 
     Args:
@@ -383,16 +383,16 @@ class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.language_model = nn.ModuleDict({"model": BagelTextModel(config.llm_config), "lm_head": head})
         self.vit_model = nn.ModuleDict({"vision_model": BagelVision(config)})
         self.connector = Connector(config)
-        self.vit_pos_embed = Places(config.vit_max_num_patch_per_side, width)
+        self.vit_pos_embed = PlaceTable(config.vit_max_num_patch_per_side, width)
         self.time_embedder = TimeEmbedder(width)
         self.vae2llm = nn.Linear(config.latent_features, width)
         self.llm2vae = nn.Linear(width, config.latent_features)
-        self.latent_pos_embed = Places(config.max_latent_size, width)
+        self.latent_pos_embed = PlaceTable(config.max_latent_size, width)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Places):
+        if isinstance(module, PlaceTable):
             with torch.no_grad():
                 module.pos_embed.copy_(module.table())
         elif module is self.llm2vae:  # the first prediction is 0
@@ -513,7 +513,7 @@ class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
         flat = part_ids.flatten()
         masks: list[torch.Tensor | None] = [visible(flat[start:stop]) for start, stop in documents]
         order, inverse = orders(latent_places, len(embeds))
-        layout = Layout(order, inverse, len(embeds) - len(latent_places), documents, masks)
+        layout = TokenLayout(order, inverse, len(embeds) - len(latent_places), documents, masks)
         if position_ids is None:
             position_ids = torch.arange(length, device=embeds.device).expand(rows, -1)
         hidden = self.get_decoder()(inputs_embeds=embeds[None], position_ids=position_ids.reshape(1, -1), layout=layout)
@@ -550,7 +550,7 @@ class BagelForConditionalGeneration(PreTrainedModel, GenerationMixin):
         if is_text:
             mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=embeds.device).tril(before)
         order, inverse = orders(latent_places, tokens)
-        layout = Layout(order, inverse, tokens - len(latent_places), [(0, tokens)], [mask], past, keeps)
+        layout = TokenLayout(order, inverse, tokens - len(latent_places), [(0, tokens)], [mask], past, keeps)
         states: torch.Tensor = self.get_decoder()(inputs_embeds=embeds, position_ids=positions, layout=layout)
         return states
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError, DataError, told_as
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, told_as
+from mindspeed_mm.core.model_kinds import UNIFIED, kind_of_folder
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_questions, with_media
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder, build_tokens
@@ -96,9 +97,18 @@ class QuestionEncoder:
     Args:
         folder: The model's, with processor and chat template.
         view: How rows were shown.
+
+    Raises:
+        ModelFolderError: The model answers and draws, part by part.
     """
 
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
+        if kind_of_folder(folder) is UNIFIED:
+            raise ModelFolderError(
+                "it answers and draws, which is built for one prompt at a time",
+                where=str(folder),
+                way_out="Ask it by mm infer MODEL --prompt TEXT, with --image and --draw.",
+            )
         param = with_view((view or RowsView(DatasetParam())).param, folder)
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
         # A run may come from somebody else: that its configuration trusted a folder's code is no word of who asks now.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import parse_json, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator
@@ -32,7 +31,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.bagel.parts import (
     Marks,
-    Part,
+    RowPart,
     SizeRule,
     TokenRow,
     parts_of_sample,
@@ -63,7 +62,7 @@ class _Positions:
     """The rule by which a packed row counts: as each sample says."""
 
     def __call__(self, input_ids: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """(1, L) int64."""
+        """(1, L) int64 positions of a sample, which its arrays hold."""
         return torch.as_tensor(inputs["position_ids"])[None]
 
 
@@ -180,11 +179,13 @@ class BagelDataset(MMDataset):
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def _parts_of(self, index: int, chance: random.Random | None) -> list[Part]:
+    def _parts_of(self, index: int, chance: random.Random | None) -> list[RowPart]:
         """The parts of a row; without chance those of the longest that it may be."""
         row, place = self.row(index), self.place(index)
         if "captions" in row and "image" in row:
-            return with_context([Part("text", _caption(row, place, chance, self._ids_of)), Part("drawn", row["image"])])
+            return with_context(
+                [RowPart("text", _caption(row, place, chance, self._ids_of)), RowPart("drawn", row["image"])]
+            )
         if "image_list" in row and "instruction_list" in row:
             return with_context(_edit(row, place, chance, self._ids_of))
         sample = convert_row(row, self._rows.row_format(index), place, draws=True)
@@ -195,7 +196,7 @@ class BagelDataset(MMDataset):
             sample = with_media_beside(sample, str(folder.absolute()))
         return _placed_parts(sample)
 
-    def _add(self, row: TokenRow, part: Part, pictures: int, *, leaves_out: bool) -> None:
+    def _add(self, row: TokenRow, part: RowPart, pictures: int, *, leaves_out: bool) -> None:
         if part.kind == "text":
             if not leaves_out:
                 row.add_text(self._ids_of(part.content), part.weight)
@@ -218,7 +219,7 @@ class BagelDataset(MMDataset):
 
     @cached_property
     def media(self) -> MediaLoader:  # type: ignore[override]
-        """What opens pictures."""
+        """What opens the pictures of rows, in the folders that are named."""
         basic = self.basic_parameters
         limits = MediaLimits.of(self._preprocess, self.processor, allow_remote=basic.allow_remote_media)
         beside, root = self._rows.media_roots, basic.dataset_dir
@@ -263,7 +264,7 @@ def size_rules(preprocess: PreprocessParameters, folder: Path) -> tuple[SizeRule
     """
     path = folder / "config.json"
     config = read_json_object(path, ModelFolderError)
-    patch = (config.get("vit_config") or {}).get("patch_size")
+    patch: Any = (config.get("vit_config") or {}).get("patch_size")
     latent, pixels = config.get("latent_patch_size", 2), (config.get("vae_config") or {}).get("downsample", 8)
     places = {"vit": config.get("vit_max_num_patch_per_side", 70), "vae": config.get("max_latent_size", 64)}
     if not all(isinstance(each, int) and each > 0 for each in (patch, latent, pixels, *places.values())):
@@ -325,7 +326,7 @@ def _check_settings(basic: BasicParameters) -> None:
 # --- rows of the published layouts ------------------------------------------------------------------------------------
 
 
-def _placed_parts(sample: Sample) -> list[Part]:
+def _placed_parts(sample: Sample) -> list[RowPart]:
     try:
         return parts_of_sample(sample)
     except DataError as error:
@@ -343,7 +344,7 @@ def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random |
     """A caption of a picture: `captions` is an object of texts, as text or as it is."""
     captions = row["captions"]
     try:
-        captions = json.loads(captions) if isinstance(captions, str) else captions
+        captions = parse_json(captions) if isinstance(captions, str) else captions
     except ValueError as error:
         raise DataError(f"is not JSON: {error}", where=str(place), key="captions") from error
     texts = list(captions.values()) if isinstance(captions, Mapping) else captions
@@ -352,7 +353,7 @@ def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random |
     return _chosen(texts, chance, ids_of) if texts else " "
 
 
-def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> list[Part]:
+def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> list[RowPart]:
     """A stretch of a chain of edits: its first picture, then an instruction and the picture that it made, once or
     twice; or the instructions of two edits together, and the last picture. Without chance the whole chain."""
     pictures, told = list(row["image_list"]), [list(each) for each in row["instruction_list"]]
@@ -370,10 +371,14 @@ def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | No
         joins = last - first > 1 and chance.random() < 0.5
     said = [_chosen(told[number], chance, ids_of) for number in range(first, last)]
     if joins:
-        return [Part("seen", pictures[first]), Part("text", ". ".join(said) + "."), Part("drawn", pictures[last])]
-    parts = [Part("seen", pictures[first])]
+        return [
+            RowPart("seen", pictures[first]),
+            RowPart("text", ". ".join(said) + "."),
+            RowPart("drawn", pictures[last]),
+        ]
+    parts = [RowPart("seen", pictures[first])]
     for text, picture in zip(said, pictures[first + 1 : last + 1], strict=True):
-        parts += [Part("text", text), Part("drawn", picture)]
+        parts += [RowPart("text", text), RowPart("drawn", picture)]
     return parts
 
 

@@ -26,7 +26,7 @@ PartKind = Literal["text", "seen", "given", "drawn"]
 SEEN, LATENT = 1, 2
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """One part of a row."""
 
     kind: PartKind
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Tokens around parts."""
+    """Ids of the tokens that stand around texts and around pictures."""
 
     text_start: int
     text_end: int
@@ -77,7 +77,7 @@ class SizeRule:
         return sides[0], sides[1]
 
 
-def parts_of_sample(sample: Sample) -> list[Part]:
+def parts_of_sample(sample: Sample) -> list[RowPart]:
     """The parts of a conversation whose answers may hold pictures.
 
     A picture of a question is seen; where the model draws afterwards, it is given as well. A picture of an answer is
@@ -87,7 +87,7 @@ def parts_of_sample(sample: Sample) -> list[Part]:
     Raises:
         DataError: A picture counts for a share, or the row has media that are no pictures.
     """
-    found: list[Part] = []
+    found: list[RowPart] = []
     media = iter(sample.media)
     for message, weight in zip(sample.messages, sample.weights, strict=True):
         is_answer = message["role"] == "assistant"
@@ -97,7 +97,7 @@ def parts_of_sample(sample: Sample) -> list[Part]:
             if piece["type"] == "text":
                 text = piece["text"] if is_answer else piece["text"].strip()
                 if text.strip():
-                    found.append(Part("text", text, counts if is_answer else 0.0))
+                    found.append(RowPart("text", text, counts if is_answer else 0.0))
                 continue
             item = next(media)
             if item.kind != "image":
@@ -108,11 +108,11 @@ def parts_of_sample(sample: Sample) -> list[Part]:
                     key="weight",
                     way_out=REPAIR,
                 )
-            found.append(Part("drawn" if is_answer and counts else "seen", item.source))
+            found.append(RowPart("drawn" if is_answer and counts else "seen", item.source))
     return with_context(found)
 
 
-def with_context(parts: Sequence[Part]) -> list[Part]:
+def with_context(parts: Sequence[RowPart]) -> list[RowPart]:
     """Parts with what later ones need: a picture in front of a drawn one is given and seen, and may be left out.
 
     Args:
@@ -131,7 +131,10 @@ def with_context(parts: Sequence[Part]) -> list[Part]:
         if part.kind == "seen" and not may_drop:
             found.append(part)
         elif number < last_trained:
-            found += [Part("given", part.content, may_drop=may_drop), Part("seen", part.content, may_drop=may_drop)]
+            found += [
+                RowPart("given", part.content, may_drop=may_drop),
+                RowPart("seen", part.content, may_drop=may_drop),
+            ]
     return found
 
 
