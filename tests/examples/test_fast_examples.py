@@ -10,13 +10,11 @@ import pytest
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
-from tests.examples.test_small_cards import FILES as GENERATORS
-from tests.examples.test_small_cards import READERS, SHARE, predicted_gb
+from tests.examples.test_small_cards import SHARE
 from tests.helpers.released_examples import ROOT, Example, examples, full_batch
 
 LEAST_BILLIONS = 4
 _SIZE = re.compile(r"_(\d+(?:\.\d+)?)([BT])_")
-_CARD = re.compile(r"_(\d+)GB_")
 
 
 def billions(name: str) -> float:
@@ -32,7 +30,6 @@ FILES = sorted(
 )
 WITH_DEVICES = [each for each in examples() if each.path in FILES]
 """Which say of what memory their devices are."""
-CARDS = [path for path in (*READERS, *GENERATORS) if path in FILES]
 
 
 def test_no_example_switches_the_fast_way_off() -> None:
@@ -50,18 +47,6 @@ def test_no_more_is_recomputed_than_memory_asks(example: Example, tmp_path: Path
     needed = peak_gb(example, tmp_path, example.promise.devices)
     print(f"{example.path.stem}: {needed:.1f} of {example.promise.gigabytes} GB with selective recomputation")
     assert says_selective(example.path) == (needed < SHARE * example.promise.gigabytes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
-def test_no_more_is_recomputed_than_a_card_asks(path: Path, tmp_path: Path) -> None:
-    if path in READERS:
-        needed = peak_gb(Example(path), tmp_path, 1)
-    else:
-        needed = predicted_gb(path, tmp_path, SELECTIVE)
-    (card,) = _CARD.findall(path.name)
-    print(f"{path.stem}: {needed:.1f} GiB with selective recomputation")
-    assert says_selective(path) == (needed < SHARE * int(card))
 
 
 SELECTIVE = "features.recompute_plan.mode=selective"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data import build_mm_dataset
@@ -18,7 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
-from mindspeed_mm.fsdp.tools.memory_model.simulation import NOTE
+from mindspeed_mm.fsdp.tools.memory_model.simulation import NOTE, Simulation
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import features_of, forecast
 from mindspeed_mm.tasks.check import check
@@ -292,3 +293,16 @@ def test_ledger_by_hand() -> None:
     assert ledger.alive_at(ledger.peak()) == {Label("b", "m"): 5, Label("c"): 60}
     assert ledger.phase_at(ledger.peak()) == "backward"
     assert second == 1
+
+
+def test_a_mask_of_all_pairs_of_tokens_is_not_computed() -> None:
+    """HunyuanVideo-1.5 makes one of a row in every block: of real numbers they would take minutes."""
+    ledger = MemoryLedger()
+    with Simulation(ledger):
+        row = torch.ones(1, 1, 1, 2000, dtype=torch.bool)
+        few, every = row.repeat(1, 1, 4, 1), row.repeat(1, 1, 2000, 1)
+        pairs = (every & every.transpose(2, 3)).bool()
+    assert not isinstance(few, FakeTensor) and bool(few.all())
+    assert isinstance(every, FakeTensor) and isinstance(pairs, FakeTensor)
+    assert every.shape == pairs.shape == (1, 1, 2000, 2000)
+    assert sum(ledger.alive_at(ledger.peak()).values()) >= 2 * 2000**2

@@ -88,7 +88,7 @@ class Simulation(TorchDispatchMode):
     def _run(self, function: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
         tensors = [leaf for leaf in _leaves(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if function is torch.ops.aten.sum.dim_IntList or not _may_be_large(args, tensors):
+            if function is torch.ops.aten.sum.dim_IntList or not _may_be_large(function, args, tensors):
                 return function(*args, **kwargs)
         elif function in _COMPARED_WITH_NUMBERS and (values := self._values_of(args[0])) is not None:
             return function(values, *args[1:])
@@ -270,10 +270,12 @@ def _leaves(*values: object) -> list[object]:
     return found
 
 
-def _may_be_large(args: Values, tensors: list[torch.Tensor]) -> bool:
+def _may_be_large(function: OpOverload, args: Values, tensors: list[torch.Tensor]) -> bool:
     """Whether an operator on real tensors makes something large."""
     if any(tensor.numel() > _REAL_NUMEL for tensor in tensors):
         return True
+    if function is torch.ops.aten.repeat.default:  # such as the row of a mask, a line for each token
+        return math.prod(args[1]) * args[0].numel() > _REAL_NUMEL
     if not tensors:  # it makes something new, of the shape that is its first list
         for arg in args:
             if isinstance(arg, (list, tuple)):
