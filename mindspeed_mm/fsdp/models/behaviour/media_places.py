@@ -24,7 +24,7 @@ def with_media(embeds_BLD: torch.Tensor, places_BL: torch.Tensor, seen_D: torch.
         raise DataError(
             f"the processor wrote {places:,} tokens for the media of a batch, of which the model makes {rows:,}",
             key="model.model_name_or_path",
-            way_out="Take configuration and processor of one model: compare patch sizes, tiles and the ratio of patches "
-            "to tokens.",
+            way_out="Take configuration and processor of one model: compare patch sizes, tiles and the ratio of "
+            "patches to tokens.",
         )
     return embeds_BLD.masked_scatter(places_BL[..., None], seen_D.to(embeds_BLD.dtype))
