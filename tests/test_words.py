@@ -171,9 +171,12 @@ LIBRARIES_SILENCED = {
     "tasks/launch/launcher.py",
 }
 """Files that set the level of a library's logger."""
-WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py", "fsdp/models/vocabulary.py")
-"""Code that reads samples, in worker processes too, or that answers as well, knows no run: it warns, and a run notes
-its warnings."""
+WARNING_ROOMS = (
+    *("fsdp/data/", "fsdp/models/diffusion/live_encoding.py", "fsdp/models/vocabulary.py"),
+    "checkpoint/hf_folder.py",
+)
+"""Code that reads samples, in worker processes too, or that answers or writes folders as well, knows no run: it warns,
+and a run notes its warnings."""
 
 
 PRINTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,17 @@ from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantizatio
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
+<<<<<<< HEAD
 from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE, find_entries, holds_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
+=======
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
+from mindspeed_mm.core.errors import ModelFolderError, first_names
+>>>>>>> h/trial
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -108,7 +115,8 @@ def write_weights(
     stem: str = "model",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `<stem>.safetensors`, or shards with an index, holding one shard in memory at a time.
+    """Write `<stem>.safetensors`, or shards with an index, holding one shard in memory at a time. A warning names the
+    tensors that hold NaN or infinity as they are written: a narrower type makes infinity of large numbers.
 
     Args:
         tensors: By key, in the order of writing.
@@ -127,13 +135,18 @@ def write_weights(
         sizes[key] = _elements(tensor) * dtypes[key].itemsize
     shards = plan_shards(sizes, max_shard_bytes, stem)
     notes = {"format": "pt", **(metadata or {})}
+    not_finite: list[str] = []
     for name, keys in shards.items():
         shard: dict[str, torch.Tensor] = {}
         for key in keys:
             tensor = tensors[key].read()
             if ranks.is_first:
                 shard[key] = tensor.to(dtypes[key]).contiguous()
+                if not is_finite(shard[key]):
+                    not_finite.append(key)
         ranks.first("writing", lambda name=name, shard=shard: write_safetensors(shard, folder / name, notes))  # type: ignore[misc]
+    if not_finite:
+        warnings.warn(f"NaN or infinity in {first_names(not_finite)}. Export an earlier checkpoint", stacklevel=2)
     if len(shards) > 1:
         index = folder / f"{stem}.safetensors.index.json"
         text = _index_text(shards, sum(sizes.values()), sum(map(_elements, tensors.values())))

@@ -436,3 +436,11 @@ def test_training_counts_what_is_not_read(text_folder: Path, tmp_path: Path, wor
         assert "unread" not in next(steps)[0]
     assert dict(loader.counts.unread) == {"column 'margin'": 4}
     json.dumps(dict(loader.counts.unread))
+
+
+@pytest.mark.parametrize(("of_turn", "noted"), [("S", []), ("Be exact.", [Unread("column", "system")])])
+def test_a_system_column_beside_another_system_turn_is_reported(of_turn: str, noted: list[Unread]) -> None:
+    messages = [{"role": "system", "content": of_turn}, *conversation("a", "b")["messages"]]
+    sample = convert_row({"messages": messages, "system": "S"}, RowFormat(), PLACE)
+    assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
+    assert list(sample.unread) == noted

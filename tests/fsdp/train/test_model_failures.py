@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.models.deepseek_vl2 import modeling_deepseek_vl2
 from mindspeed_mm.fsdp.train.run.failures import ModelCodeError, explained_model
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -59,3 +61,13 @@ def test_what_other_code_raises_is_not_laid_on_the_library() -> None:
     told = r"on rank 1 in step 3: RuntimeError.*modeling_qwen3\.py:\d+"
     with pytest.raises(ModelCodeError, match=told), explained_model([BATCH], "step 3", 1):
         modeling_qwen3.apply_rotary_pos_emb(q, q, q[0], torch.ones(1, 4, 3))
+
+
+def test_our_own_model_that_cannot_take_a_batch_is_told_as_a_librarys_is() -> None:
+    """One grid of tiles for two pictures: what another model's processor may make."""
+    tiles, crop = torch.zeros(1, 3, 20, 20), torch.tensor([[1, 1], [1, 1]])
+    model = mock.Mock(projector=torch.nn.Identity(), vision=torch.nn.Identity())
+    told = r"own code, in mindspeed_mm, failed on rank 0 in step 1: \w+: .*modeling_deepseek_vl2\.py:\d+"
+    with pytest.raises(ModelCodeError, match=told) as failed, explained_model([BATCH], "step 1", 0):
+        modeling_deepseek_vl2.DeepseekVLV2ForCausalLM.get_image_features(model, tiles, crop)
+    assert "another release" not in str(failed.value) and "report it" in str(failed.value)

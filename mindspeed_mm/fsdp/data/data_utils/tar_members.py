@@ -41,7 +41,8 @@ def members_of(path: str | os.PathLike[str]) -> Mapping[str, MemberSpan]:
 def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
     try:
         with tarfile.open(path, "r:") as archive:
-            found = {each.name: MemberSpan(each.offset_data, each.size) for each in archive if each.isreg()}
+            # `tar -C folder .` writes "./" before every name, which no row does.
+            found = {_plain(each.name): MemberSpan(each.offset_data, each.size) for each in archive if each.isreg()}
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(
             f"is not a tar archive that can be read ({error})",
@@ -57,7 +58,11 @@ def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
 def split_member(path: str) -> tuple[str, str]:
     """Archive and member of a path that goes through an archive; the path and nothing of any other."""
     archive, separator, member = path.partition(SUFFIX + "/")
-    return (archive + SUFFIX, member) if separator and member else (path, "")
+    return (archive + SUFFIX, _plain(member)) if separator and member else (path, "")
+
+
+def _plain(member: str) -> str:
+    return member.removeprefix("./")
 
 
 def open_span(archive: BinaryIO, span: MemberSpan) -> BinaryIO:

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from typing_extensions import override
 
+from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
 from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import (
     DeepseekVLV2Config,
     DeepseekVLV2VisionConfig,
@@ -269,8 +270,7 @@ class DeepseekVLV2ForCausalLM(_Parts, AnswersPictures, GenerationMixin):
         if pixel_values is not None:
             assert images_spatial_crop is not None and mm_token_type_ids is not None
             features = self.get_image_features(pixel_values, images_spatial_crop)
-            places = (mm_token_type_ids == IMAGE)[..., None]
-            inputs_embeds = inputs_embeds.masked_scatter(places, features.to(inputs_embeds.dtype))
+            inputs_embeds = with_media(inputs_embeds, mm_token_type_ids == IMAGE, features)
         outputs = self.get_decoder()(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,

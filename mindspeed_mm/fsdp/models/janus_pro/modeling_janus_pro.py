@@ -18,6 +18,7 @@ from transformers.models.janus.modeling_janus import JanusCausalLMOutputWithPast
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -137,8 +138,7 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
                 is_seen = input_ids.eq(self.picture_placeholder).flatten()
                 if drawn_places is not None:
                     is_seen = is_seen.index_fill(0, drawn_places, value=False)
-                places = is_seen.view(*input_ids.shape, 1)
-                inputs_embeds = inputs_embeds.masked_scatter(places, seen.to(inputs_embeds.dtype))
+                inputs_embeds = with_media(inputs_embeds, is_seen.view(*input_ids.shape), seen)
             if drawn_pixel_values is not None and drawn_places is not None:
                 codes_M = codes_of(self.model.vqmodel, drawn_pixel_values).flatten()
                 drawn = self.prepare_embeddings_for_image_generation(codes_M).to(inputs_embeds.dtype)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ExitCode, MachineError, MMError, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.os_errors import explained_os_error
+from mindspeed_mm.fsdp import models
 from mindspeed_mm.fsdp.utils.device import memory_in_use
 from mindspeed_mm.fsdp.utils.plugins import place_in_plugin
 
@@ -142,8 +143,8 @@ def explained_model(batches: Sequence[Batch], when: str, rank: int) -> Iterator[
         rank: This rank.
 
     Raises:
-        ModelCodeError: In the place of the exception. What our own code, a plugin's, or torch outside of a model
-            raises passes through, as do errors of memory and of lost ranks.
+        ModelCodeError: In the place of the exception. What our own code outside of our models, a plugin's, or torch
+            outside of a model raises passes through, as do errors of memory and of lost ranks.
     """
     try:
         yield
@@ -154,6 +155,7 @@ def explained_model(batches: Sequence[Batch], when: str, rank: int) -> Iterator[
         if not library or is_out_of_memory(error) or has_lost_peers(error):
             raise
         said = next(iter(str(error).splitlines()), "")
+        elsewhere = "" if library == _OURS else f"try another release of {library}, and "
         given = "; ".join(f"{shortened(sample_ids([batch]))}: {_shapes(batch)}" for batch in batches[:_MOST_BATCHES])
         more = f" and {len(batches) - _MOST_BATCHES} more micro-batches" if len(batches) > _MOST_BATCHES else ""
         raise ModelCodeError(
@@ -162,13 +164,16 @@ def explained_model(batches: Sequence[Batch], when: str, rank: int) -> Iterator[
             where=f"samples {given}{more}",
             way_out="See what it is given by mm check and mm data preview. If one row alone fails too "
             "(training.micro_batch_size=1 training.gradient_accumulation_steps=1), or only some do, compare these "
-            f"rows with the others. Otherwise try another release of {library}, and report it there with the "
+            f"rows with the others. Otherwise {elsewhere}report it there with the "
             "traceback, which --traceback shows and log/train.log of the run folder keeps.",
         ) from error
 
 
+_OURS = "mindspeed_mm"
 _LIBRARIES = ("transformers", "diffusers", "transformers_modules")
 """Packages with classes of models; the last one holds code that came with a model's folder."""
+_FAMILIES = Path(models.__file__).parent
+"""Where our own classes of models lie: their code fails as a library's does on what does not fit a model."""
 _STANDARD = sysconfig.get_path("stdlib")
 """Where Python's own modules lie; packages that are installed lie below it."""
 _MOST_BATCHES = 4
@@ -181,6 +186,8 @@ def _library_of(error: BaseException) -> tuple[str, str]:
         return "", ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         parts = Path(frame.filename).parts
+        if Path(frame.filename).is_relative_to(_FAMILIES) and Path(frame.filename).name.startswith("modeling_"):
+            return _OURS, f"{frame.filename}:{frame.lineno}"
         for library in _LIBRARIES:
             if library in parts and "mindspeed_mm" not in parts:
                 return library, f"{frame.filename}:{frame.lineno}"

@@ -54,11 +54,17 @@ def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
 
 
 def add_system(sample: Sample, row: Row, row_format: RowFormat) -> None:
-    """Put the prompt of the system column first, unless the messages have one."""
+    """Put the prompt of the system column first, unless the messages have one; another one in the column is noted."""
     system = text_of(row, row_format.system, sample.place)
-    if system and not any(message["role"] == "system" for message in sample.messages):
-        sample.messages.insert(0, {"role": "system", "content": split_text(system)})
+    if not system:
+        return
+    content = split_text(system)
+    of_turns = [message["content"] for message in sample.messages if message["role"] == "system"]
+    if not of_turns:
+        sample.messages.insert(0, {"role": "system", "content": content})
         sample.weights.insert(0, None)
+    elif content not in of_turns:
+        sample.note_unread(Unread("column", str(row_format.system)))
 
 
 def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, field: str = "message") -> None:
