@@ -37,6 +37,12 @@ KEPT_APART = {
         "checkpoint.original.hunyuan_video",
         "checkpoint.original.ltx",
     ),
+    "loaded for a kind of model alone: a run of another kind starts without what it imports": (
+        "fsdp.train.generator_family",
+        "fsdp.train.unified_family",
+    ),
+    "the converter of a family, by whose name the command line finds it": ("checkpoint.original.lumina",),
+    "a component that is loaded by its class's name in an index": ("fsdp.models.diffusion.identity_vae",),
     "one module a verb, by whose name the command line finds it": ("cli.train",),
     "the documents name both programs": ("inference_sora", "pretrain_sora"),
     "examples use it without the other one": ("quickstart.scans", "quickstart.tiny_model"),

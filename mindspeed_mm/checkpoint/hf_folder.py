@@ -19,13 +19,8 @@ from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantizatio
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
-<<<<<<< HEAD
 from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE, find_entries, holds_safetensors
-from mindspeed_mm.core.errors import ModelFolderError
-=======
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
 from mindspeed_mm.core.errors import ModelFolderError, first_names
->>>>>>> h/trial
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.core.json_file import read_json_object

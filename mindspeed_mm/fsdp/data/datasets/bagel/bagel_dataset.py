@@ -61,6 +61,8 @@ _MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 class _Positions:
     """The rule by which a packed row counts: as each sample says."""
 
+    reads: frozenset[str] = frozenset()
+
     def __call__(self, input_ids: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """(1, L) int64 positions of a sample, which its arrays hold."""
         return torch.as_tensor(inputs["position_ids"])[None]
