@@ -153,8 +153,8 @@ class ModelCard:
 
     @property
     def generates(self) -> bool:
-        """Whether it is a generator of diffusers."""
-        return self.model_class.startswith("diffusers.")
+        """Whether it is a generator of pictures or videos, in diffusers' layout."""
+        return bool(self.tasks)
 
 
 @cache
@@ -251,13 +251,18 @@ def dataset_modules() -> dict[str, str]:
 
 @cache
 def transformer_ids() -> dict[str, str]:
-    """Class of a denoising transformer in diffusers → id of the generator that is trained with it."""
+    """Class of a denoising transformer, in diffusers or here → id of the generator that is trained with it."""
     found = {}
     for card, _ in _cards("models"):
-        library, _, name = str(card.get("class", "")).partition(".")
-        if library == "diffusers":
-            found[name] = card["ids"][0]
+        if card.get("tasks"):
+            found[card["class"].partition(".")[2]] = card["ids"][0]
     return found
+
+
+def has_own_class(transformer: str) -> bool:
+    """Whether a class of denoising transformers, that of a family, is written here, so that diffusers knows nothing of
+    the family."""
+    return any(card.model_class == f"mindspeed_mm.{transformer}" for card in families())
 
 
 @cache

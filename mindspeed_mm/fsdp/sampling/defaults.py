@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+from mindspeed_mm.fsdp.models.diffusion.components import family_class
 from mindspeed_mm.fsdp.params.data_args import DataArguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
@@ -66,7 +66,7 @@ def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = ""
 
 def _pipeline_defaults(adapter: DiffusionAdapter) -> Mapping[str, Any]:
     """Argument of the pipeline's `__call__` → its default, of those that have one."""
-    parameters = inspect.signature(diffusers_class(adapter.pipelines[adapter.task]).__call__).parameters
+    parameters = inspect.signature(family_class(adapter, adapter.pipelines[adapter.task]).__call__).parameters
     return {name: each.default for name, each in parameters.items() if each.default not in (each.empty, None)}
 
 

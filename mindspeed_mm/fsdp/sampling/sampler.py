@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
-from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
+from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -316,7 +316,7 @@ def check_request(
         ConfigError: The size is not one that the family takes; a setting has no effect here.
     """
     geometry = adapter.geometry
-    diffusers_class(adapter.pipelines[adapter.task])  # said now where it is not installed
+    family_class(adapter, adapter.pipelines[adapter.task])  # said now where it is not installed
     sampling = filled(adapter, sampling, key)
     smallest = geometry.nearest(MediaSize(1, 1, 1))
     asked = (sampling.num_frames or 1, sampling.height or smallest.height, sampling.width or smallest.width)

@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors
 from mindspeed_mm.checkpoint.stored_weights import holds_weights, open_stored
 from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, stored_dtype
+from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_encoders, stored_dtype
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, read_config
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
@@ -73,7 +73,7 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     dtype = stored_dtype(folder)  # says what is wrong with weight files in words
     try:
         with quiet("diffusers"):
-            model, report = diffusers_class(adapter.transformer_class).from_pretrained(
+            model, report = family_class(adapter, adapter.transformer_class).from_pretrained(
                 str(folder),
                 torch_dtype=dtype,
                 local_files_only=True,
@@ -88,7 +88,7 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
 
 def _joined_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     """The transformer of a folder in MindSpeed-MM's layout, or of a distributed checkpoint."""
-    model_class: Any = diffusers_class(adapter.transformer_class)
+    model_class: Any = family_class(adapter, adapter.transformer_class)
     model = model_class.from_config(read_config(folder))
     with open_stored(folder, None) as stored:
         weights = {key: tensor.read() for key, tensor in stored.items()}

@@ -13,6 +13,7 @@ from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX, kind_of
 from mindspeed_mm.fsdp.models.added_tokens import rows_for, rows_of_folder
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS, AdapterFile
+from mindspeed_mm.fsdp.params.cards import has_own_class
 from mindspeed_mm.tasks.export.contents import ContentKind
 
 _HERE = "path/to/this/folder"
@@ -84,6 +85,8 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     if is_video:
         made_kind = "ImageToVideo" if from_image else "Video"
     tag = _TAGS[made_kind]
+    if has_own_class(transformer):
+        return _of_own_generator(kind, tag, model_folder.name)
     base = f'DiffusionPipeline.from_pretrained("path/to/{model_folder.name}"'
     first = "from diffusers import DiffusionPipeline"
     is_pair = (index.get(EXPERT_PARTS[1]) or [None])[0] is not None
@@ -114,6 +117,17 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     whole = f'pipeline = DiffusionPipeline.from_pretrained("{_HERE}")'
     image = "image, " if from_image else ""
     return Usage("diffusers", tag, (first, "", whole, f'result = pipeline({image}prompt="a caption").{result}[0]'))
+
+
+def _of_own_generator(kind: ContentKind, tag: str, base: str) -> Usage:
+    """Of a family that is written here."""
+    first = "import mindspeed_mm as mm"
+    if kind == "model":
+        return Usage("mindspeed-mm", tag, (first, "", f'mm.infer("{_HERE}", "a caption", out="samples")'))
+    if kind == "adapters":
+        call = f'mm.infer("path/to/{base}", "a caption", lora="{_HERE}", out="samples")'
+        return Usage("mindspeed-mm", tag, (first, "", call))
+    return Usage("mindspeed-mm", tag, (f"# These weights stand in transformer/ of path/to/{base}.",))
 
 
 def _has_own_names(folder: Path) -> bool:

@@ -50,7 +50,7 @@ class TransformerSettings:
 
     def __init__(self, adapter: DiffusionAdapter) -> None:
         settings = {}
-        parameters = inspect.signature(diffusers_class(adapter.transformer_class).__init__).parameters
+        parameters = inspect.signature(family_class(adapter, adapter.transformer_class).__init__).parameters
         for name, parameter in parameters.items():
             if parameter.default is not parameter.empty:
                 settings[name] = parameter.default
@@ -252,8 +252,19 @@ def diffusers_class(name: str) -> Any:
     return found
 
 
+def family_class(adapter: DiffusionAdapter, name: str) -> Any:
+    """A class of the family's own, or of diffusers, by name; errors as of `diffusers_class`."""
+    module = adapter.own_classes.get(name)
+    if module is None:
+        return diffusers_class(name)
+    diffusers_class("ModelMixin")  # says it in words where diffusers is not installed
+    return getattr(importlib.import_module(module), name)
+
+
 def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
     library, class_name = adapter.index[name]
+    if class_name in adapter.own_classes:
+        return family_class(adapter, class_name)
     where = str(adapter.folder / "model_index.json")
     if library in _OF_PIPELINES:
         library = f"diffusers.pipelines.{library}"
@@ -275,7 +286,7 @@ def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
 
 def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> DiffusionPipeline:
     """The pipeline of these parts; those that the folder lists as absent, or does not list, are None."""
-    pipeline_class = diffusers_class(adapter.pipelines[adapter.task])
+    pipeline_class = family_class(adapter, adapter.pipelines[adapter.task])
     known = inspect.signature(pipeline_class.__init__).parameters
     arguments: dict[str, Any] = {}
     for name, parameter in known.items():

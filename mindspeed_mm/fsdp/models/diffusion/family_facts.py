@@ -39,7 +39,10 @@ class FamilyFacts:
     """The table of a family: its adapter sets the fields that differ from these defaults."""
 
     transformer_class: ClassVar[str]
-    """Name of the transformer's class in diffusers."""
+    """Name of the transformer's class in diffusers, or among `own_classes`."""
+    own_classes: ClassVar[Mapping[str, str]] = {}
+    """Class of a transformer, pipeline or component that neither diffusers nor transformers has → the module that has
+    it. They are known by name, whatever library `model_index.json` takes them from."""
     pipelines: ClassVar[Mapping[str, str]]
     """Task (t2i, t2v, i2v …) → diffusers' pipeline class that samples it. `model_index.json` names one; its first task
     is what the folder does unless the configuration names another."""

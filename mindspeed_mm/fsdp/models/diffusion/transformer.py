@@ -16,7 +16,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, expert
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+from mindspeed_mm.fsdp.models.diffusion.components import family_class
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -61,7 +61,7 @@ def build_transformer(
     changes = {**(model_args.transformer or {}), **overrides}
     require_folder(model_args.model_name_or_path)
     adapter = adapter_of_section(model_args, transformer=changes)
-    model_class = diffusers_class(adapter.transformer_class)
+    model_class = family_class(adapter, adapter.transformer_class)
     _check_config(adapter, model_class, changes)
     try:
         with parameters_on_meta(), quiet("diffusers"):
