@@ -66,6 +66,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
     "CogVideoConverter": (_GENERATORS, "CogVideoX 1.0 and 1.5: the same layouts."),
     "HunyuanVideoConverter": (_GENERATORS, "HunyuanVideo and HunyuanVideo 1.5: the same layouts."),
+    "StepVideoConverter": (_GENERATORS, "Step-Video: released folder, diffusers' layout, MindSpeed-MM's names."),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
 }
@@ -76,7 +77,6 @@ PLANNED = (
     "OpenSoraConverter",
     "OpenSoraPlanConverter",
     "BagelConverter",
-    "StepVideoConverter",
 )
 """Converters of models that are not built here yet."""
 

@@ -39,8 +39,10 @@ GROUPS = VAE["norm_num_groups"]
 def seeded_double(model: Any) -> Any:
     """With weights that hide nothing: diffusers begins norms at one and biases at zero."""
     chance = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=chance, dtype=torch.float64)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data += 2  # attention that is far from even
     return model.double().eval()
 
 
@@ -78,7 +80,7 @@ def transformer_difference(task: str) -> float:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_transformer_is_that_of_the_formula(task: str) -> None:
-    assert transformer_difference(task) < 1e-5  # tables of time and positions are fp32
+    assert transformer_difference(task) < 1e-4  # features of times of 0 … 1000 are fp32
 
 
 def axes_exchanged(tables: Any) -> Any:
@@ -98,7 +100,9 @@ def test_a_fault_of_the_transformer_is_seen(fault: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(transformer.StepVideoAttnProcessor, "__call__", unmasked)
     else:
         joined = torch.cat
-        turned = lambda parts, dim=0: joined(list(parts)[::-1] if dim == 1 else parts, dim=dim)  # noqa: E731
+        turned = lambda parts, dim=0: joined(  # noqa: E731: the mask stays as it is
+            list(parts)[::-1] if dim == 1 and parts[0].is_floating_point() else parts, dim=dim
+        )
         monkeypatch.setattr(torch, "cat", turned)
     assert transformer_difference("t2v") > 1e-2
 
@@ -151,7 +155,8 @@ def test_a_group_knows_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert first_of_each(16) == (True, False) and first_of_each(17) == (False, True)
     monkeypatch.setattr(vae, "GROUP_FRAMES", 18)
-    assert first_of_each(17) != (False, True)
+    with pytest.raises((AssertionError, RuntimeError)):  # 16 frames are no group
+        assert first_of_each(17) == (False, True)
 
 
 def test_step_llm_is_that_of_the_formula() -> None:
@@ -304,11 +309,11 @@ def test_adapters_train_and_go_on(task: str, tmp_path: Path) -> None:
     yaml = make_run(tmp_path, task)
     lora = ("training.lora.enable=true", "training.lora.rank=4", "training.save_interval=1")
     train(yaml, tmp_path / "whole", *lora)
-    train(yaml, tmp_path / "parts", *lora, "--stop-after", 1)
+    train(yaml, tmp_path / "parts", *lora, "training.train_iters=1")
     train(yaml, tmp_path / "parts", *lora)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for words in (("export", tmp_path / "parts", tmp_path / "lora"),
-                  ("merge", tmp_path / "model", tmp_path / "lora", tmp_path / "merged")):  # fmt: skip
+                  ("merge", tmp_path / "model", tmp_path / "lora", "--out", tmp_path / "merged")):  # fmt: skip
         said = mm(*words)
         assert said.code == 0, said.err
     merged, before = stored(tmp_path / "merged"), stored(tmp_path / "model")

@@ -199,7 +199,7 @@ def encoder_reference(weights: Weights, frames_CTHW: Tensor, groups: int) -> Ten
             weight, bias = below["downsample.conv.weight"], below["downsample.conv.bias"]
             hidden = F.conv2d(frames, weight, bias, stride=2).transpose(0, 1)
     hidden = F.silu(_grouped(weights, "norm_out", _middle(weights, hidden, groups), groups))
-    made = _folded(_conv(weights, "conv_patchify", hidden))
+    made = _folded(_conv(weights, "conv_patchify.conv", hidden))
     hidden = made + _folded(hidden).view(made.shape[0], -1, *made.shape[1:]).mean(1)
     said = _conv(weights, "conv_out", hidden)
     return said + hidden.view(said.shape[0], -1, *said.shape[1:]).mean(1)
@@ -209,7 +209,7 @@ def decoder_reference(weights: Weights, latents_CTHW: Tensor, groups: int) -> Te
     """Pixels, (3, T, H, W), of up to 3 latent frames."""
     made = _conv(weights, "conv_in", latents_CTHW)
     hidden = made + latents_CTHW.repeat_interleave(len(made) // len(latents_CTHW), dim=0)
-    made = _conv(weights, "conv_unpatchify", hidden)
+    made = _conv(weights, "conv_unpatchify.conv", hidden)
     hidden = _middle(weights, _spread(made) + _spread(hidden.repeat_interleave(len(made) // len(hidden), dim=0)), groups)
     for level in sorted({int(name.split(".")[1]) for name in weights if name.startswith("up.")}, reverse=True):
         above = part(weights, f"up.{level}.")

@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.layerzero import open_trained
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator
+from mindspeed_mm.checkpoint.original.stepvideo_release import convert_release
 from mindspeed_mm.checkpoint.original.text_encoder import convert_text_encoder
 from mindspeed_mm.core.errors import UsageError
 
@@ -212,6 +213,19 @@ class CogVideoConverter(MMCommands, Converter):
     """CogVideoX 1.0 and 1.5: diffusers, the authors' names, MindSpeed-MM's names."""
 
     families = ("CogVideoX",)
+
+
+class StepVideoConverter(MMCommands, Converter):
+    """Step-Video: its transformer under MindSpeed-MM's names and back; its released folder in diffusers' layout."""
+
+    families = ("Step-Video",)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def source_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write the released folder, all of it, in the layout that trains."""
+        return convert_release(cfg.source_path, cfg.target_path, stream=sys.stderr)
 
 
 class HunyuanVideoConverter(MMCommands, Converter):

@@ -9,10 +9,11 @@ from mindspeed_mm.checkpoint.original.flux import FLUX, FLUX_2
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, without_wrappers
 from mindspeed_mm.checkpoint.original.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from mindspeed_mm.checkpoint.original.ltx import LTX, LTX_2
+from mindspeed_mm.checkpoint.original.stepvideo import STEP_VIDEO
 from mindspeed_mm.checkpoint.original.wan import VACE, WAN
 from mindspeed_mm.core.errors import ModelFolderError
 
-GENERATORS = (VACE, WAN, HUNYUAN_VIDEO_1_5, HUNYUAN_VIDEO, COGVIDEOX, LTX_2, LTX, FLUX_2, FLUX)
+GENERATORS = (VACE, WAN, HUNYUAN_VIDEO_1_5, HUNYUAN_VIDEO, COGVIDEOX, LTX_2, LTX, FLUX_2, FLUX, STEP_VIDEO)
 """A family stands before those whose marks it has too."""
 
 
