@@ -214,7 +214,9 @@ class ByHead(OpOnEach):
     def _changed(self, tensor: LazyTensor) -> LazyTensor:
         heads = self._heads(tensor)
         runs = consecutive(tensor, self.dim, [self.width] * (self.parts * heads))
-        return Concatenated([runs[part * heads + head] for head in range(heads) for part in range(self.parts)], self.dim)
+        return Concatenated(
+            [runs[part * heads + head] for head in range(heads) for part in range(self.parts)], self.dim
+        )
 
     def _heads(self, tensor: LazyTensor) -> int:
         heads, rest = divmod(tensor.shape[self.dim], self.parts * self.width)
@@ -233,7 +235,9 @@ class ByPart(ByHead):
     def _changed(self, tensor: LazyTensor) -> LazyTensor:
         heads = self._heads(tensor)
         runs = consecutive(tensor, self.dim, [self.width] * (self.parts * heads))
-        return Concatenated([runs[head * self.parts + part] for part in range(self.parts) for head in range(heads)], self.dim)
+        return Concatenated(
+            [runs[head * self.parts + part] for part in range(self.parts) for head in range(heads)], self.dim
+        )
 
     def _inverse(self) -> Op:
         return ByHead(self.dim, self.parts, self.width)

@@ -30,6 +30,18 @@ WAN_SIZES: dict[str, tuple[str, ...]] = {
     "freq_dim": ("freq_dim",),
 }
 """Key of `predictor` → keys of the transformer's config.json; `hidden_size` is heads x their width there."""
+_STEP_VIDEO_SIZES: dict[str, tuple[str, ...]] = {
+    "num_heads": ("num_attention_heads",),
+    "head_dim": ("attention_head_dim",),
+    **{
+        name: (name,)
+        for name in (
+            "num_layers", "in_channels", "out_channels", "patch_size", "caption_channels", "use_additional_conditions",
+        )
+    },
+}  # fmt: skip
+_SIZES = {"wandit": WAN_SIZES, "stepvideodit": _STEP_VIDEO_SIZES}
+"""`predictor.model_id` → what is compared with the folder's file."""
 _NOISE = "training.diffusion"
 _SCORED_BY = {
     "i2v": (
@@ -60,12 +72,13 @@ def put_generator(reading: Reading, root: Node) -> None:
         reading.draft.put("model.model_name_or_path", folder, place)
         reading.folder_of_weights = str(PurePosixPath(folder) / "transformer")
         config_file = Path(folder) / "transformer" / "config.json"
-        if config_file.is_file() and model_id == "wandit":
+        if config_file.is_file() and model_id in _SIZES:
             config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
             heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
             if isinstance(heads, int) and isinstance(width, int):
                 config = {**config, "hidden_size": heads * width}
-            compare(reading, predictor, WAN_SIZES, config, "predictor", str(config_file))
+            compare(reading, predictor, _SIZES[model_id], config, "predictor", str(config_file))
+    _check_turned_features(reading, root)
     _put_noise(reading, root)
     _put_samples(reading, root)
     put_media_pairs(reading, root)
@@ -78,6 +91,18 @@ def put_generator(reading: Reading, root: Node) -> None:
     elif scored not in (None, "t2v"):
         way_out = f"Write t2v; {' and '.join(_SCORED_BY)} are scored by packages of their own."
         reading.draft.problem(f"'{scored}' is not known", place_at(root, "eval_config.eval_type"), way_out)
+
+
+def _check_turned_features(reading: Reading, root: Node) -> None:
+    """Step-Video's features that turn with time, height and width are a half and two quarters of a head."""
+    entry, width = find(root, "predictor.channel_split"), value_at_key(root, "predictor.head_dim")
+    if entry is None or not isinstance(width, int):
+        return
+    given, known = plain(entry.node), [width // 2, width // 4, width // 4]
+    if given != known:
+        reading.draft.problem(
+            f"channel_split {given}: heads of {width} are split {known}", entry.node.place, f"Write {known}."
+        )
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:

@@ -28,6 +28,7 @@ from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_generator_run import make_clips
 from tests.helpers.tiny_generators import make_tiny_wan
+from tests.helpers.tiny_stepvideo import make_tiny_stepvideo
 from tests.helpers.tiny_video_families import (
     make_tiny_cogvideox,
     make_tiny_hunyuan_video,
@@ -40,7 +41,7 @@ SCRIPTS = {
     path.parent.name: path for path in sorted((ROOT / "examples").glob("*/*_flags.sh")) if "extract" not in path.name
 }
 SEES = ("image",)
-FRAMES = 9
+FRAMES = 17
 """Of clips: what all families can encode."""
 
 
@@ -91,6 +92,7 @@ FAMILIES = {
     "hunyuanvideo": Family("", 8, make_tiny_hunyuan_video, ()),
     "hunyuanvideo_1.5": Family("", 8, make_tiny_hunyuan_video_1_5, ()),
     "cogvideox": Family("", 8, make_small_cogvideox, ()),
+    "stepvideo": Family("", 64, make_tiny_stepvideo, ()),
 }
 ALONE = ("whisper", "deepseekocr", "deepseekocr2")
 """Language models without model.json."""
@@ -160,6 +162,11 @@ def resize(name: str) -> None:
             model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
             model["predictor"] |= {"hidden_size": sizes["num_attention_heads"] * sizes["attention_head_dim"]}
             model["predictor"] |= {"ffn_dim": sizes["ffn_dim"]}
+        if model["predictor"]["model_id"] == "stepvideodit":
+            model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
+            model["predictor"] |= {"head_dim": sizes["attention_head_dim"], "channel_split": [4, 2, 2]}
+            for key in ("in_channels", "out_channels", "caption_channels"):
+                model["predictor"][key] = sizes[key]
         for part in (model["ae"], *([each] if isinstance(each := model["text_encoder"], dict) else each)):
             part["dtype"] = "fp32"
         path.write_text(json.dumps(model))

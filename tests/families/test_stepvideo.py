@@ -3,6 +3,7 @@ adapters, and every plan against one process."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -47,7 +48,9 @@ def seeded_double(model: Any) -> Any:
 
 
 def own(model: nn.Module, start: str = "") -> dict[str, torch.Tensor]:
-    return {name.removeprefix(start): each.detach() for name, each in model.state_dict().items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): each.detach() for name, each in model.state_dict().items() if name.startswith(start)
+    }
 
 
 # --- the models -------------------------------------------------------------------------------------------------------
@@ -100,9 +103,10 @@ def test_a_fault_of_the_transformer_is_seen(fault: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(transformer.StepVideoAttnProcessor, "__call__", unmasked)
     else:
         joined = torch.cat
-        turned = lambda parts, dim=0: joined(  # noqa: E731: the mask stays as it is
-            list(parts)[::-1] if dim == 1 and parts[0].is_floating_point() else parts, dim=dim
-        )
+
+        def turned(parts: Any, dim: int = 0) -> torch.Tensor:
+            return joined(list(parts)[::-1] if dim == 1 and parts[0].is_floating_point() else parts, dim=dim)
+
         monkeypatch.setattr(torch, "cat", turned)
     assert transformer_difference("t2v") > 1e-2
 
@@ -267,10 +271,10 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
 def test_samples_are_those_of_a_loop_by_hand(task: str, tmp_path: Path) -> None:
     """The pipeline's latents: Euler steps over shifted levels with guidance, in which the caption's tokens are what the
     tokenizer makes of it."""
-    from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
-    from mindspeed_mm.fsdp.models.diffusion.components import load_pipeline
-    from mindspeed_mm.tasks.draw.loading import load_transformer
     from PIL import Image
+
+    from mindspeed_mm.fsdp.models.diffusion.components import load_encoders, load_pipeline
+    from mindspeed_mm.tasks.draw.loading import load_transformer
 
     make_tiny_stepvideo(tmp_path / "model", use_additional_conditions=task == "i2v")
     adapter = find_adapter(tmp_path / "model")
@@ -292,7 +296,7 @@ def test_samples_are_those_of_a_loop_by_hand(task: str, tmp_path: Path) -> None:
         pixels = torch.from_numpy(np.asarray(picture)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
         first = encoders.vae.encode(pixels).latent_dist.mode()[0, :, 0].double()
     x, levels = start[0].double(), [13 * s / (1 + 12 * s) for s in (1.0, 0.75, 0.5, 0.25, 0.0)]
-    for now, then in zip(levels, levels[1:], strict=False):
+    for now, then in itertools.pairwise(levels):
         said = []
         for each in features:
             words, clip = each["prompt_embeds"].double(), each["clip_embeds"].double()
@@ -317,7 +321,9 @@ def test_adapters_train_and_go_on(task: str, tmp_path: Path) -> None:
         said = mm(*words)
         assert said.code == 0, said.err
     merged, before = stored(tmp_path / "merged"), stored(tmp_path / "model")
-    changed = {name.partition(".")[2].partition(".")[2] for name in before if not torch.equal(before[name], merged[name])}
+    changed = {
+        name.partition(".")[2].partition(".")[2] for name in before if not torch.equal(before[name], merged[name])
+    }
     assert merged.keys() == before.keys() and changed == {
         f"{layer}.weight" for layer in ("attn1.wqkv", "attn1.wo", "attn2.wq", "attn2.wkv", "attn2.wo")
     }
@@ -386,6 +392,15 @@ def test_frames_come_in_groups_of_17(tmp_path: Path) -> None:
         assert geometry.nearest(MediaSize(frames, SIDE, SIDE)).frames == nearest
         with pytest.raises(ConfigError, match=r"frames must be 1 or 17k"):
             geometry.check(MediaSize(frames, SIDE, SIDE))
+
+
+def test_a_released_folder_says_how_it_becomes_one_that_encodes(tmp_path: Path) -> None:
+    yaml = make_run(tmp_path, "t2v")
+    index = {"_class_name": "StepVideoPipeline", "transformer": ["stepvideo.modules.model", "StepVideoModel"]}
+    index |= {"scheduler": ["stepvideo.diffusion.scheduler", "FlowMatchDiscreteScheduler"]}
+    (tmp_path / "model/model_index.json").write_text(json.dumps(index))
+    said = mm("check", yaml)
+    assert said.code != 0 and "mm-convert StepVideoConverter source_to_hf" in said.err + said.out
 
 
 def test_a_folder_is_for_its_own_task(tmp_path: Path) -> None:

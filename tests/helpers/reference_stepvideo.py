@@ -3,6 +3,7 @@ package. Weights are tables of the released names."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -210,7 +211,9 @@ def decoder_reference(weights: Weights, latents_CTHW: Tensor, groups: int) -> Te
     made = _conv(weights, "conv_in", latents_CTHW)
     hidden = made + latents_CTHW.repeat_interleave(len(made) // len(latents_CTHW), dim=0)
     made = _conv(weights, "conv_unpatchify.conv", hidden)
-    hidden = _middle(weights, _spread(made) + _spread(hidden.repeat_interleave(len(made) // len(hidden), dim=0)), groups)
+    hidden = _middle(
+        weights, _spread(made) + _spread(hidden.repeat_interleave(len(made) // len(hidden), dim=0)), groups
+    )
     for level in sorted({int(name.split(".")[1]) for name in weights if name.startswith("up.")}, reverse=True):
         above = part(weights, f"up.{level}.")
         for block in sorted({name.split(".")[1] for name in above if name.startswith("block.")}):
@@ -230,8 +233,10 @@ def decoder_reference(weights: Weights, latents_CTHW: Tensor, groups: int) -> Te
 
 def decoded_reference(weights: Weights, latents_CTHW: Tensor, groups: int) -> Tensor:
     """A whole clip: groups of 3 latent frames, whose borders are mixed 0.6 : 0.4, the frame behind a border first."""
-    made = [decoder_reference(weights, latents_CTHW[:, at : at + 3], groups) for at in range(0, latents_CTHW.shape[1], 3)]
-    for left, right in zip(made, made[1:], strict=False):
+    made = [
+        decoder_reference(weights, latents_CTHW[:, at : at + 3], groups) for at in range(0, latents_CTHW.shape[1], 3)
+    ]
+    for left, right in itertools.pairwise(made):
         right[:, 0] = 0.6 * right[:, 0] + 0.4 * left[:, -1]
         left[:, -1] = 0.6 * left[:, -1] + 0.4 * right[:, 0]
     return torch.cat(made, dim=1)

@@ -22,7 +22,15 @@ VAE: dict[str, Any] = {
 STEP_LLM: dict[str, Any] = {
     "hidden_size": 16, "ffn_hidden_size": 24, "num_layers": 2, "num_attention_heads": 4, "num_attention_groups": 2,
 }  # fmt: skip
-_WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"))
+_WORDS = (
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+)
 
 
 def make_tiny_stepvideo(folder: Path, **changes: Any) -> None:

@@ -141,7 +141,14 @@ def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureF
     run(["--help"])
     told = capsys.readouterr().out
     planned = ("OpenSoraPlanConverter", "BagelConverter")
-    built = ("WanConverter", "VACEConverter", "CogVideoConverter", "HunyuanVideoConverter", "LuminaConverter", "StepVideoConverter")
+    built = (
+        "WanConverter",
+        "VACEConverter",
+        "CogVideoConverter",
+        "HunyuanVideoConverter",
+        "LuminaConverter",
+        "StepVideoConverter",
+    )
     assert all(name in CONVERTERS for name in built)
     assert all(name in told for name in (*built, *planned))
 

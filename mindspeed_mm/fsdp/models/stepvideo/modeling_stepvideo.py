@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +79,10 @@ class StepVideoAdapter(DiffusionAdapter):
     }
     memory_streams = ("caption", "samples")
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    unlisted_way_out = (
+        "Bring the released folder into diffusers' layout: mm-convert StepVideoConverter source_to_hf "
+        "--cfg.source_path RELEASED --cfg.target_path FOLDER; or train on features, and do not sample."
+    )
     most_text_tokens = 320
     sizes = LatentSizes(
         64, ("vae.latent_channels", "transformer.in_channels"), lambda _: (16, 8), patch=1, is_video=True

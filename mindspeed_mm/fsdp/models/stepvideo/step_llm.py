@@ -1,7 +1,7 @@
 """Step-LLM, Step-Video's first text encoder, and its tokenizer.
 
-A decoder without a last norm or a head. Positions are a bias of −m·√(i − j) for a query i and a key j before it, m as in
-ALiBi (arXiv 2108.12409, section 3). Facts: the technical report (arXiv 2502.10248, section 3.2), `text_encoder/` of
+A decoder without a last norm or a head. Positions are a bias of −m·√(i − j) for a query i and a key j before it, m as
+in ALiBi (arXiv 2108.12409, section 3). Facts: the technical report (arXiv 2502.10248, section 3.2), `text_encoder/` of
 stepfun-ai/Step-Video-T2V, and MindSpeed-MM's `stepllm_text_encoder.py` for the bias.
 """
 
@@ -154,8 +154,8 @@ class StepLLMModel(PreTrainedModel):
 
 
 def position_bias(length: int, heads: int, device: torch.device) -> torch.Tensor:
-    """(heads, length, length) fp32: −m·√(i − j), and −∞ where a key is later than its query. The slopes m of a number of
-    heads that is no power of two are those of the power below, then every other one of the power above."""
+    """(heads, length, length) fp32: −m·√(i − j), and −∞ where a key is later than its query. The slopes m of a number
+    of heads that is no power of two are those of the power below, then every other one of the power above."""
     below = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (number + 1) / below) for number in range(below)]
     slopes += [2 ** (-4 * (2 * number + 1) / below) for number in range(heads - below)]

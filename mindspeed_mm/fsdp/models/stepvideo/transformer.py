@@ -1,7 +1,8 @@
 """Step-Video's denoising transformer, under the names of its released weights.
 
-Facts: the technical report (arXiv 2502.10248, section 3) and the configurations and modules of stepfun-ai/Step-Video-T2V
-and Step-Video-TI2V. Letters of shapes: B samples, T latent frames, C channels, H and W positions, L tokens, D width.
+Facts: the technical report (arXiv 2502.10248, section 3) and the configurations and modules of the repositories
+stepfun-ai/Step-Video-T2V and Step-Video-TI2V. Letters of shapes: B samples, T latent frames, C channels, H and W
+positions, L tokens, D width.
 """
 
 from __future__ import annotations
@@ -329,7 +330,10 @@ class StepVideoModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
             motion_score: TI2V: (B,).
             return_dict: False: a tuple.
         """
-        frames, height, width = hidden_states.shape[1], *(side // self.config.patch_size for side in hidden_states.shape[3:])
+        frames, height, width = (
+            hidden_states.shape[1],
+            *(side // self.config.patch_size for side in hidden_states.shape[3:]),
+        )
         if condition_hidden_states is not None:
             hidden_states = torch.cat([hidden_states, condition_hidden_states], dim=2)
         tokens = self.pos_embed(hidden_states)

@@ -1,4 +1,4 @@
-"""Step-Video's VAE: 17 frames become 3 latent frames, 16 pixels one position, in groups that know nothing of each other.
+"""Step-Video's VAE: 17 frames become 3 latent frames, 16 pixels one position, in groups apart from each other.
 
 Facts: the technical report (arXiv 2502.10248, section 3.1) and `vae/vae.py` of stepfun-ai/Step-Video-T2V, version 2.
 Names of modules are those of the released file.
@@ -6,6 +6,7 @@ Names of modules are those of the released file.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -218,7 +219,7 @@ class StepVideoLevel(nn.Module):
     def __init__(self, widths: Sequence[int], groups: int, name: str = "", resize: nn.Module | None = None) -> None:
         super().__init__()
         self.block = nn.ModuleList(
-            StepVideoResnet(before, behind, groups) for before, behind in zip(widths, widths[1:], strict=False)
+            StepVideoResnet(before, behind, groups) for before, behind in itertools.pairwise(widths)
         )
         self._resize = name
         if resize is not None:

@@ -30,7 +30,10 @@ def hub(tmp_path: Path) -> Path:
 
 
 def convert(command: str, source: Path, target: Path, *words: str) -> None:
-    assert run(["StepVideoConverter", command, "--cfg.source_path", str(source), "--cfg.target_path", str(target), *words]) == 0
+    assert (
+        run(["StepVideoConverter", command, "--cfg.source_path", str(source), "--cfg.target_path", str(target), *words])
+        == 0
+    )
 
 
 def by_hand(hub: Path, tp: int, stages: list[int]) -> dict[str, dict[str, torch.Tensor]]:
@@ -114,7 +117,9 @@ def test_a_released_folder_becomes_one_that_trains(tmp_path: Path) -> None:
     after = load_file(tmp_path / "ready/vae" / WEIGHTS)
     assert after.keys() == vae.keys() and all(torch.equal(vae[name], after[name]) for name in vae)
     words = load_file(tmp_path / "ready/text_encoder_2/model.safetensors")
-    assert all(torch.equal(words[name], each) for name, each in load_file(made / "text_encoder_2/model.safetensors").items())
+    assert all(
+        torch.equal(words[name], each) for name, each in load_file(made / "text_encoder_2/model.safetensors").items()
+    )
     (tmp_path / "ready/vae/config.json").unlink()  # the tiny VAE is none of the released size
     shutil.copy(made / "vae/config.json", tmp_path / "ready/vae/config.json")
     adapter = find_adapter(tmp_path / "ready")
