@@ -42,6 +42,8 @@ _STEP_VIDEO_SIZES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _SIZES = {"wandit": WAN_SIZES, "stepvideodit": _STEP_VIDEO_SIZES}
 """`predictor.model_id` → what is compared with the folder's file."""
+_MOTION_SCORE = 5.0
+"""As in `fsdp/models/stepvideo/sizes.py`, whose package takes torch to import."""
 _NOISE = "training.diffusion"
 _SCORED_BY = {
     "i2v": (
@@ -223,11 +225,24 @@ def _put_samples(reading: Reading, root: Node) -> None:
             reading.draft.put(f"{section}.prompts_file", text, place)
         else:
             reading.draft.put(f"{section}.prompts", [text], place)
-    for theirs, ours in (("fps", "fps"), ("diffusion.num_inference_steps", "num_inference_steps"),
-                         ("diffusion.guidance_scale", "guidance_scale")):  # fmt: skip
+    read = {"fps": "fps", "diffusion.num_inference_steps": "num_inference_steps"}
+    read["diffusion.guidance_scale"] = "guidance_scale"
+    if text_at(root, "predictor.model_id") == "stepvideodit":
+        read |= {"diffusion.num_inference_timesteps": "num_inference_steps"}
+        read |= {"pipeline_config.guidance_scale": "guidance_scale"}
+        _check_motion(reading, root)
+    for theirs, ours in read.items():
         given = find(root, theirs)
         if given is not None and _is_number(plain(given.node)):
             reading.draft.put(f"{section}.{ours}", plain(given.node), given.node.place)
+
+
+def _check_motion(reading: Reading, root: Node) -> None:
+    """Step-Video-TI2V is told one motion score."""
+    score = find(root, "pipeline_config.motion_score")
+    if score is not None and plain(score.node) not in (None, _MOTION_SCORE):
+        what = f"motion_score {plain(score.node)}: samples of another score than {_MOTION_SCORE:g} are not built"
+        reading.draft.problem(what, score.node.place, f"Write {_MOTION_SCORE:g}, or leave it out.")
 
 
 def _is_number(value: Any) -> bool:
