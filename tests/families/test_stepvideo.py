@@ -333,7 +333,7 @@ def test_adapters_train_and_go_on(task: str, tmp_path: Path) -> None:
         from PIL import Image
 
         Image.new("RGB", (SIDE, SIDE), "red").save(tmp_path / "first.png")
-    size = ("--height", SIDE, "--width", SIDE, "--frames", 17, "--steps", 2, "--prompt", "a red box", *picture)
+    size = ("--size", f"{SIDE}x{SIDE}", "--frames", 17, "--steps", 2, "--prompt", "a red box", *picture)
     drawn = []
     for number, words in enumerate(((tmp_path / "model", "--lora", tmp_path / "lora"), (tmp_path / "merged",))):
         said = mm("infer", *words, *size, "--out", tmp_path / f"samples{number}")

@@ -100,7 +100,7 @@ class StepLLMProjections(nn.Module):
         self.w2 = nn.Linear(between, config.hidden_size, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(B, L, D)."""
+        """(B, L, D), each token for itself."""
         gate, up = self.w1(states).chunk(2, dim=-1)
         made: torch.Tensor = self.w2(F.silu(gate) * up)
         return made
@@ -120,7 +120,7 @@ class StepLLMBlock(nn.Module):
         self.ffn_norm = StepLLMNorm(config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, states: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """(B, L, D)."""
+        """(B, L, D); the bias is as of attention."""
         states = states + self.attention(self.attention_norm(states), bias)
         made: torch.Tensor = states + self.feed_forward(self.ffn_norm(states))
         return made

@@ -183,7 +183,7 @@ class StepVideoPatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch, stride=patch)
 
     def forward(self, latents_BTCHW: torch.Tensor) -> torch.Tensor:
-        """(B, L, D)."""
+        """(B, L, D), frame after frame, row after row."""
         frames = self.proj(latents_BTCHW.flatten(0, 1)).flatten(2).transpose(1, 2)
         return frames.unflatten(0, latents_BTCHW.shape[:2]).flatten(1, 2)
 
