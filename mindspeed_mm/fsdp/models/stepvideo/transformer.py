@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.attention import AttentionModuleMixin, FeedForward
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
@@ -232,7 +233,7 @@ class StepVideoModulation(nn.Module):
         return self.linear(nn.functional.silu(embedded)), embedded
 
 
-class StepVideoModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
+class StepVideoModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[misc]
     """Predicts x − ε of latents at a time in 0..1, which is 0 for noise.
 
     Args:
