@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -17,7 +19,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
@@ -175,6 +177,21 @@ def test_step_llm_is_that_of_the_formula() -> None:
     for row, length in ((0, 6), (1, 3)):  # what stands behind a caption changes nothing of it
         expected = reference.step_llm_reference(own(model), 6, 2, ids[row][:length])
         torch.testing.assert_close(said[row, :length], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_tokenizer_puts_captions_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SentencePiece makes of a caption is cut so that both marks fit; without the package it is said."""
+    from mindspeed_mm.fsdp.models.stepvideo.step_llm import StepChatTokenizer
+
+    words = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
+    package = SimpleNamespace(SentencePieceProcessor=lambda model_file: words)
+    monkeypatch.setitem(sys.modules, "sentencepiece", package)
+    tokenizer = StepChatTokenizer.from_pretrained(str(tmp_path))
+    assert tokenizer(text=["ab", ""])["input_ids"] == [[1, 97, 98, 2], [1, 2]]
+    assert tokenizer(text=["abc"], max_length=4)["input_ids"] == [[1, 97, 98, 2]]
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(MachineError, match=r"the package sentencepiece is not installed\. pip install sentencepiece"):
+        StepChatTokenizer.from_pretrained(str(tmp_path))
 
 
 @pytest.mark.parametrize("task", TASKS)
