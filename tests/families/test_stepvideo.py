@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -373,6 +374,18 @@ def test_what_is_trained_is_exported_under_the_released_names(tmp_path: Path) ->
     assert said.code == 0, said.err
     assert stored(tmp_path / "exported").keys() == stored(tmp_path / "model").keys()
     assert "mm.infer(" in (tmp_path / "exported/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_preference_pairs_train(tmp_path: Path) -> None:
+    """Before anything is learned both sides are as far from the reference: ln 2."""
+    yaml = make_run(tmp_path, "t2v")
+    pairs = [{"file": f"clips/{n}.gif", "file_rejected": f"clips/{n + 1}.gif", "captions": "a"} for n in (0, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    words = ("posttrain.method=dpo", "data.dataset_param.basic_parameters.stage=rm", "training.micro_batch_size=1")
+    train(yaml, tmp_path / "run", *words)
+    assert losses(tmp_path / "run")[1] == pytest.approx(math.log(2), rel=1e-5)
+    assert losses(tmp_path / "run")[2] < math.log(2)
 
 
 PLANS = {
