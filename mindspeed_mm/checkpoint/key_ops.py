@@ -203,6 +203,47 @@ class ReorderParts(OpOnEach):
 
 
 @dataclass(frozen=True)
+class ByHead(OpOnEach):
+    """`dim` as `parts` one behind the other, all heads of each, `width` long: into heads one behind the other, each
+    with its own of every part."""
+
+    dim: int
+    parts: int
+    width: int
+
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        heads = self._heads(tensor)
+        runs = consecutive(tensor, self.dim, [self.width] * (self.parts * heads))
+        return Concatenated(
+            [runs[part * heads + head] for head in range(heads) for part in range(self.parts)], self.dim
+        )
+
+    def _heads(self, tensor: LazyTensor) -> int:
+        heads, rest = divmod(tensor.shape[self.dim], self.parts * self.width)
+        if rest:
+            raise ValueError(f"{tensor.shape[self.dim]} rows are not {self.parts} parts of heads of {self.width}")
+        return heads
+
+    def _inverse(self) -> Op:
+        return ByPart(self.dim, self.parts, self.width)
+
+
+@dataclass(frozen=True)
+class ByPart(ByHead):
+    """What `ByHead` dealt out, part by part again."""
+
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        heads = self._heads(tensor)
+        runs = consecutive(tensor, self.dim, [self.width] * (self.parts * heads))
+        return Concatenated(
+            [runs[head * self.parts + part] for part in range(self.parts) for head in range(heads)], self.dim
+        )
+
+    def _inverse(self) -> Op:
+        return ByHead(self.dim, self.parts, self.width)
+
+
+@dataclass(frozen=True)
 class Interleave(Op):
     """Columns into one, along `dim`, by turns: of `groups` equal runs of each, the first of every column, then the
     second of every column, and so on. Megatron's fused query, key and value stand so: a group's queries, its key, its

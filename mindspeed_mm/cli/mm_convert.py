@@ -70,6 +70,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
         _GENERATORS,
         "Open-Sora Plan 1.3 and 1.5: the same layouts, and their VAE (vae_convert).",
     ),
+    "StepVideoConverter": (_GENERATORS, "Step-Video: released folder, diffusers' layout, MindSpeed-MM's names."),
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
     "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
@@ -79,7 +80,6 @@ PLANNED = (
     "MOSSTTSConverter",
     "VideoAlignConverter",
     "OpenSoraConverter",
-    "StepVideoConverter",
 )
 """Converters of models that are not built here yet."""
 

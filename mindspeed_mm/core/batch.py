@@ -94,6 +94,7 @@ BATCH_KEYS: dict[str, str] = {
     "glyph_embeds": "(B, G, E) features of the words that a caption has in quotes (HunyuanVideo-1.5)",
     "glyph_mask": "(B, G) int64, 1 on real features of such words",
     "pooled_prompt_embeds": "(B, D) pooled text features",
+    "clip_embeds": "(B, N, E) features of a second text encoder, padding and all (Step-Video)",
     "audio_latents": "(B, C, L, M) normalised latents of the sound of clips, which are learned beside `latents`",
     "audio_prompt_embeds": "(B, L, E) text features for the sound",
     "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",

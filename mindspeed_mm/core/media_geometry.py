@@ -60,6 +60,9 @@ class MediaGeometry:
     widths: SideRange = (0, None)
     most_frames: int | None = None
     """Most frames that the transformer has positions for."""
+    frame_group: int = 0
+    """Frames that the VAE encodes apart from others, each group's first alone: videos have a multiple of it, or are one
+    frame (Step-Video). 0: a video is one group of any length."""
 
     @property
     def side_step(self) -> int:
@@ -68,8 +71,8 @@ class MediaGeometry:
 
     @property
     def frame_step(self) -> int:
-        """Frames are a multiple of it, plus one."""
-        return math.lcm(self.temporal_ratio * self.patch[0], self.frame_multiple)
+        """Frames are a multiple of it, plus one, unless they come in groups: then a multiple of it."""
+        return self.frame_group or math.lcm(self.temporal_ratio * self.patch[0], self.frame_multiple)
 
     def check(self, size: MediaSize, where: str = "", key: str = "") -> None:
         """Raise `ConfigError` that names the nearest sizes when this one, which was asked for, cannot be encoded."""
@@ -97,7 +100,10 @@ class MediaGeometry:
                 rules.append(f"the {name} must be at most {largest}")
         if not self.is_video:
             return rules if size.frames == 1 else [*rules, "images have one frame"]
-        if (size.frames - 1) % self.frame_step or size.frames < 1:
+        if self.frame_group:
+            if size.frames != 1 and (size.frames % self.frame_group or size.frames < 1):
+                rules.append(f"frames must be 1 or {self.frame_group}k")
+        elif (size.frames - 1) % self.frame_step or size.frames < 1:
             rules.append(f"frames must be {self.frame_step}k+1")
         if self.most_frames is not None and size.frames > self.most_frames:
             rules.append(f"frames must be at most {self.most_frames}")
@@ -110,7 +116,9 @@ class MediaGeometry:
     def nearest(self, size: MediaSize) -> MediaSize:
         """The valid size next to one; of two equally near the smaller."""
         frames, step = 1, self.side_step
-        if self.is_video:
+        if self.frame_group:
+            frames = max(1, _nearest_multiple(size.frames, self.frame_group, least=0))
+        elif self.is_video:
             most = None if self.most_frames is None else (self.most_frames - 1) // self.frame_step * self.frame_step
             frames = _nearest_multiple(size.frames - 1, self.frame_step, least=0, most=most) + 1
         height = _nearest_multiple(size.height, step, *self._side_limits(self.heights))
@@ -126,10 +134,22 @@ class MediaGeometry:
         sides = (size.height // self.spatial_ratio, size.width // self.spatial_ratio)
         if not self.is_video:
             return (self.latent_channels, *sides)
-        return (self.latent_channels, self.leading_frames + (size.frames - 1) // self.temporal_ratio + 1, *sides)
+        return (self.latent_channels, self._latent_frames(size.frames), *sides)
+
+    def _latent_frames(self, frames: int) -> int:
+        if self.frame_group and frames > 1:
+            return frames // self.frame_group * self._group_latents
+        return self.leading_frames + (frames - 1) // self.temporal_ratio + 1
+
+    @property
+    def _group_latents(self) -> int:
+        """Latent frames of a group."""
+        return (self.frame_group - 1) // self.temporal_ratio + 1
 
     def frames(self, latent_shape: tuple[int, ...]) -> int:
         """Frames of a video with latents of this shape, (C, T, H, W)."""
+        if self.frame_group and latent_shape[-3] > 1:
+            return latent_shape[-3] // self._group_latents * self.frame_group
         return (latent_shape[-3] - self.leading_frames - 1) * self.temporal_ratio + 1
 
     def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:

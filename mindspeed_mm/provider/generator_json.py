@@ -47,6 +47,20 @@ _OPENSORAPLAN = ("videoditsparse", "videoditsparsei2v", "SparseUMMDiT")
 """`model_id` of `predictor`: 1.3 from text and from a picture, and 1.5."""
 _LOGIT_NORMAL = (("logit_normal", None), (None, "lognorm"))
 """What `diffusion` says of logit-normal noise levels: `weighting_scheme`, `snr`."""
+_STEP_VIDEO_SIZES: dict[str, tuple[str, ...]] = {
+    "num_heads": ("num_attention_heads",),
+    "head_dim": ("attention_head_dim",),
+    **{
+        name: (name,)
+        for name in (
+            "num_layers", "in_channels", "out_channels", "patch_size", "caption_channels", "use_additional_conditions",
+        )
+    },
+}  # fmt: skip
+_SIZES = {"wandit": WAN_SIZES, "stepvideodit": _STEP_VIDEO_SIZES, **dict.fromkeys(_OPENSORAPLAN, OPENSORAPLAN_SIZES)}
+"""`predictor.model_id` → what is compared with the folder's file."""
+_MOTION_SCORE = 5.0
+"""As in `fsdp/models/stepvideo/sizes.py`, whose package takes torch to import."""
 _NOISE = "training.diffusion"
 _SCORED_BY = {
     "i2v": (
@@ -77,20 +91,18 @@ def put_generator(reading: Reading, root: Node) -> None:
         reading.draft.put("model.model_name_or_path", folder, place)
         reading.folder_of_weights = str(PurePosixPath(folder) / "transformer")
         config_file = Path(folder) / "transformer" / "config.json"
-        if config_file.is_file() and model_id == "wandit":
+        if config_file.is_file() and model_id in _SIZES:
             config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
             heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
             if isinstance(heads, int) and isinstance(width, int):
                 config = {**config, "hidden_size": heads * width}
-            compare(reading, predictor, WAN_SIZES, config, "predictor", str(config_file))
-        if config_file.is_file() and model_id in _OPENSORAPLAN:
-            config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
-            compare(reading, predictor, OPENSORAPLAN_SIZES, config, "predictor", str(config_file))
+            compare(reading, predictor, _SIZES[model_id], config, "predictor", str(config_file))
     elif model_id in _OPENSORAPLAN:
         reading.draft.note(
             f"{place_at(root, 'ae')}: no component lies in a folder in diffusers' layout, which a run starts from: "
             "examples/opensoraplan1.3/README.md and examples/opensoraplan1.5/README.md make one of the released files."
         )
+    _check_turned_features(reading, root)
     _put_noise(reading, root)
     _put_samples(reading, root)
     put_media_pairs(reading, root)
@@ -103,6 +115,18 @@ def put_generator(reading: Reading, root: Node) -> None:
     elif scored not in (None, "t2v"):
         way_out = f"Write t2v; {' and '.join(_SCORED_BY)} are scored by packages of their own."
         reading.draft.problem(f"'{scored}' is not known", place_at(root, "eval_config.eval_type"), way_out)
+
+
+def _check_turned_features(reading: Reading, root: Node) -> None:
+    """Step-Video's features that turn with time, height and width are a half and two quarters of a head."""
+    entry, width = find(root, "predictor.channel_split"), value_at_key(root, "predictor.head_dim")
+    if entry is None or not isinstance(width, int):
+        return
+    given, known = plain(entry.node), [width // 2, width // 4, width // 4]
+    if given != known:
+        reading.draft.problem(
+            f"channel_split {given}: heads of {width} are split {known}", entry.node.place, f"Write {known}."
+        )
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
@@ -229,11 +253,24 @@ def _put_samples(reading: Reading, root: Node) -> None:
             reading.draft.put(f"{section}.prompts_file", text, place)
         else:
             reading.draft.put(f"{section}.prompts", [text], place)
-    for theirs, ours in (("fps", "fps"), ("diffusion.num_inference_steps", "num_inference_steps"),
-                         ("diffusion.guidance_scale", "guidance_scale")):  # fmt: skip
+    read = {"fps": "fps", "diffusion.num_inference_steps": "num_inference_steps"}
+    read["diffusion.guidance_scale"] = "guidance_scale"
+    if text_at(root, "predictor.model_id") == "stepvideodit":
+        read |= {"diffusion.num_inference_timesteps": "num_inference_steps"}
+        read |= {"pipeline_config.guidance_scale": "guidance_scale"}
+        _check_motion(reading, root)
+    for theirs, ours in read.items():
         given = find(root, theirs)
         if given is not None and _is_number(plain(given.node)):
             reading.draft.put(f"{section}.{ours}", plain(given.node), given.node.place)
+
+
+def _check_motion(reading: Reading, root: Node) -> None:
+    """Step-Video-TI2V is told one motion score."""
+    score = find(root, "pipeline_config.motion_score")
+    if score is not None and plain(score.node) not in (None, _MOTION_SCORE):
+        what = f"motion_score {plain(score.node)}: samples of another score than {_MOTION_SCORE:g} are not built"
+        reading.draft.problem(what, score.node.place, f"Write {_MOTION_SCORE:g}, or leave it out.")
 
 
 def _is_number(value: Any) -> bool:

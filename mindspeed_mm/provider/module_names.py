@@ -91,6 +91,7 @@ FAMILIES: dict[str, ModuleNames] = {
         "", "blocks", head=("proj_out",),
         released=(("wan_dit.head", "proj_out"), ("vace_dit.vace_blocks", "vace_blocks"), ("wan_dit.blocks", "blocks")),
     ),
+    "stepvideo": ModuleNames("", "transformer_blocks", head=("proj_out",)),
     "hunyuan_video_1_5": ModuleNames(
         "", "transformer_blocks", head=("proj_out",), released=(("double_blocks", "transformer_blocks"),)
     ),
@@ -109,6 +110,7 @@ _IDS = {
     "wandit": "wan",
     "vace": "wan_vace",
     "hunyuanvideo15dit": "hunyuan_video_1_5",
+    "stepvideodit": "stepvideo",
 }
 """`model_id` of model.json → family, where it is not its name."""
 

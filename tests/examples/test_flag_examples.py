@@ -30,6 +30,7 @@ from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_generator_run import make_clips
 from tests.helpers.tiny_generators import make_tiny_wan
 from tests.helpers.tiny_opensoraplan import make_tiny_opensoraplan, make_tiny_opensoraplan_1_5
+from tests.helpers.tiny_stepvideo import make_tiny_stepvideo
 from tests.helpers.tiny_video_families import (
     make_tiny_cogvideox,
     make_tiny_hunyuan_video,
@@ -42,7 +43,7 @@ SCRIPTS = {
     path.parent.name: path for path in sorted((ROOT / "examples").glob("*/*_flags.sh")) if "extract" not in path.name
 }
 SEES = ("image",)
-FRAMES = 9
+FRAMES = 17
 """Of clips: what all families can encode."""
 
 
@@ -95,6 +96,7 @@ FAMILIES = {
     "cogvideox": Family("", 8, make_small_cogvideox, ()),
     "opensoraplan1.3": Family("", 8, make_tiny_opensoraplan, ()),
     "opensoraplan1.5": Family("", 8, make_tiny_opensoraplan_1_5, ()),
+    "stepvideo": Family("", 64, make_tiny_stepvideo, ()),
 }
 ALONE = ("whisper", "deepseekocr", "deepseekocr2")
 """Language models without model.json."""
@@ -167,6 +169,11 @@ def resize(name: str) -> None:
         for key, (theirs,) in OPENSORAPLAN_SIZES.items():
             if name.startswith("opensoraplan") and key in model["predictor"]:
                 model["predictor"][key] = sizes[theirs]
+        if model["predictor"]["model_id"] == "stepvideodit":
+            model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
+            model["predictor"] |= {"head_dim": sizes["attention_head_dim"], "channel_split": [4, 2, 2]}
+            for key in ("in_channels", "out_channels", "caption_channels"):
+                model["predictor"][key] = sizes[key]
         for part in (model["ae"], *([each] if isinstance(each := model["text_encoder"], dict) else each)):
             part["dtype"] = "fp32"
         path.write_text(json.dumps(model))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.stepvideo.sizes import MOTION_SCORE
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.provider.generator_json import WAN_SIZES
 from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES
@@ -293,6 +294,30 @@ def test_samples_of_a_generator() -> None:
     found = run(model, data=False).arguments.inference.sampling
     assert (found.num_frames, found.height, found.width, found.fps) == (5, 16, 32, 8.0)
     assert (found.prompts, found.num_inference_steps, found.guidance_scale) == (("a cat",), 4, 2.5)
+
+
+def step_video(**changes: Any) -> dict[str, Any]:
+    sizes = {"num_attention_heads": 48, "attention_head_dim": 128, "num_layers": 48, "caption_channels": [6144, 1024]}
+    Path("step/transformer").mkdir(parents=True, exist_ok=True)
+    Path("step/transformer/config.json").write_text(json.dumps(sizes))
+    predictor = {"model_id": "stepvideodit", "num_layers": 48, "num_heads": 48, "head_dim": 128}
+    predictor |= {"channel_split": [64, 32, 32], "caption_channels": [6144, 1024], **changes}
+    return {"predictor": predictor, "ae": {"from_pretrained": "step/vae/vae_v2.safetensors"}}
+
+
+def test_step_video_by_its_files() -> None:
+    """Sizes are the folder's, and how samples are drawn stands under the family's own names."""
+    pipeline = {"input_size": [17, 32, 32], "guidance_scale": 4.0, "motion_score": MOTION_SCORE}
+    steps = {"model_id": "flow_match_discrete_scheduler", "num_inference_timesteps": 30, "shift": 13.0}
+    model = step_video() | {"pipeline_config": pipeline, "diffusion": steps}
+    arguments = run(model, data=False).arguments
+    found = arguments.inference.sampling
+    assert arguments.model.model_name_or_path == "step" and arguments.training.diffusion.shift == 13.0
+    assert (found.num_frames, found.num_inference_steps, found.guidance_scale) == (17, 30, 4.0)
+    assert "predictor.num_layers  24, step/transformer/config.json says 48" in problem(step_video(num_layers=24))
+    assert "heads of 128 are split [64, 32, 32]" in problem(step_video(channel_split=[32, 32, 64]))
+    told = {"pipeline_config": {**pipeline, "motion_score": 2.0}}
+    assert "samples of another score than 5 are not built" in problem(step_video() | told)
 
 
 def media(kind: str) -> Arguments:

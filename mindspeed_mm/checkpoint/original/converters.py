@@ -38,6 +38,7 @@ from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
 from mindspeed_mm.checkpoint.original.opensoraplan import convert_wf_vae
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator, weights_of_run
+from mindspeed_mm.checkpoint.original.stepvideo_release import convert_release
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
@@ -261,6 +262,19 @@ class OpenSoraPlanConverter(MMCommands, Converter):
             use_ema_model: Take the moving average of the weights where there is one.
         """
         return convert_wf_vae(cfg.source_path, cfg.target_path, averaged=use_ema_model, stream=sys.stderr)
+
+
+class StepVideoConverter(MMCommands, Converter):
+    """Step-Video: its transformer under MindSpeed-MM's names and back; its released folder in diffusers' layout."""
+
+    families = ("Step-Video",)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def source_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write the released folder, all of it, in the layout that trains."""
+        return convert_release(cfg.source_path, cfg.target_path, stream=sys.stderr)
 
 
 class HunyuanVideoConverter(MMCommands, Converter):

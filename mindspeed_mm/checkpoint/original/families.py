@@ -10,6 +10,7 @@ from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming,
 from mindspeed_mm.checkpoint.original.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from mindspeed_mm.checkpoint.original.ltx import LTX, LTX_2
 from mindspeed_mm.checkpoint.original.opensoraplan import OPENSORAPLAN, OPENSORAPLAN_1_5
+from mindspeed_mm.checkpoint.original.stepvideo import STEP_VIDEO
 from mindspeed_mm.checkpoint.original.wan import VACE, WAN
 from mindspeed_mm.core.errors import ModelFolderError
 
@@ -25,6 +26,7 @@ GENERATORS = (
     FLUX,
     OPENSORAPLAN,
     OPENSORAPLAN_1_5,
+    STEP_VIDEO,
 )
 """A family stands before those whose marks it has too."""
 

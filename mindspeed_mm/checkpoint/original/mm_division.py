@@ -91,6 +91,7 @@ def _of_both(*names: str) -> list[str]:
 _COLUMN, _QKV = TensorCut(0), TensorCut(0, parts=3)
 _COG, _DOUBLE, _SINGLE = "videodit_blocks.{n}.", "double_blocks.{n}.", "single_blocks.{n}."
 _OSP, _OSP_STAGE = "videodit_sparse_blocks.{n}.", "transformer_blocks.{s}.{n}."
+_STEP = "transformer_blocks.{n}."
 
 DIVISIONS: dict[str, MMDivision] = {
     "Wan": MMDivision(
@@ -141,6 +142,17 @@ DIVISIONS: dict[str, MMDivision] = {
             **_row("vector_in.fc2", *_of_both("attn_proj", "mlp.fc2")),
             # Attention's output and the projections' stand side by side.
             f"{_SINGLE}linear2.weight": RatioCut(1, ratio=(1, 4)),
+        },
+    ),
+    "Step-Video": MMDivision(
+        "transformer_blocks.",
+        first=("pos_embed.", "adaln_single.", "caption_projection.", "clip_projection."),
+        last=("scale_shift_table", "proj_out."),
+        cuts={
+            **_linear(_COLUMN, "adaln_single.linear", f"{_STEP}ff.net.0.proj", f"{_STEP}attn2.proj_q"),
+            **_linear(_QKV, f"{_STEP}attn1.proj_qkv"),
+            **_linear(TensorCut(0, parts=2), f"{_STEP}attn2.proj_kv"),
+            **_row(f"{_STEP}attn1.proj_out", f"{_STEP}attn2.proj_out", f"{_STEP}ff.net.2"),
         },
     ),
 }

@@ -352,7 +352,7 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
 def _of_own_generator(kind: ContentKind, tag: str, base: str) -> Usage:
     """Of a family that is written here."""
     first = "import mindspeed_mm as mm"
-    if kind == "model":
+    if kind == "generator":
         return Usage("mindspeed-mm", tag, (first, "", f'mm.infer("{_HERE}", "a caption", out="samples")'))
     if kind == "adapters":
         call = f'mm.infer("path/to/{base}", "a caption", lora="{_HERE}", out="samples")'

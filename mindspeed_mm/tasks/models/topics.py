@@ -473,7 +473,6 @@ PLANNED = {
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
     "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
-    "stepvideo": "StepVideo, text and image to video",
     "vae": "VAE, training of the autoencoders of videos",
     "videoalign": "VideoAlign, rewards of videos",
 }

@@ -145,7 +145,7 @@ def test_a_truncated_rank_is_refused(tmp_path: Path) -> None:
 def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--help"])
     told = capsys.readouterr().out
-    planned = ("StepVideoConverter",)
+    planned = ("OpenSoraConverter", "VideoAlignConverter", "MOSSTTSConverter")
     built = (
         "OpenSoraPlanConverter",
         "WanConverter",
@@ -154,6 +154,7 @@ def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureF
         "HunyuanVideoConverter",
         "LuminaConverter",
         "BagelConverter",
+        "StepVideoConverter",
     )
     assert all(name in CONVERTERS for name in built)
     assert all(name in told for name in (*built, *planned))

@@ -160,7 +160,7 @@ def _pixel_size(latents: torch.Tensor, geometry: MediaGeometry, path: Path) -> M
         )
     frames = 1
     if geometry.is_video:
-        frames = (latents.shape[1] - 1) * geometry.temporal_ratio + 1
+        frames = geometry.frames(tuple(latents.shape))
     height, width = latents.shape[-2:]
     return MediaSize(frames, height * geometry.spatial_ratio, width * geometry.spatial_ratio)
 

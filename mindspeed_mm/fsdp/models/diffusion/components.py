@@ -151,7 +151,7 @@ def _check_listed(adapter: DiffusionAdapter) -> None:
             f"lists no {', no '.join(lacking)}, and nothing can be encoded without",
             where=str(adapter.folder / "model_index.json"),
             key=lacking[0],
-            way_out="Copy the model folder again; or train on features, and do not sample.",
+            way_out=adapter.unlisted_way_out,
         )
 
 

@@ -88,6 +88,8 @@ class FamilyFacts:
     or where the transformer's positions follow from `most_text_tokens`."""
     encoders: ClassVar[tuple[str, ...]] = ("vae",)
     """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
+    unlisted_way_out: ClassVar[str] = "Copy the model folder again; or train on features, and do not sample."
+    """What to do where `model_index.json` lists none of these."""
     sizes: ClassVar[LatentSizes]
     """Ratios, channels and limits of latents: what `geometry` is made of."""
     widths: ClassVar[Mapping[str, str]] = {}

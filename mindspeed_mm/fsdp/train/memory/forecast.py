@@ -139,7 +139,7 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     config = adapter.transformer_config
     width = _TEXT_WIDTH
     for name in ("joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim", "cap_feat_dim"):
-        if config.get(name):
+        if isinstance(config.get(name), int):  # of several encoders a list: the family says their shapes
             width = config[name]
             break
     of_sample, given = tuple(latents.shape[1:]), [role.name for role in adapter.media_roles if role.batch_key in batch]

@@ -235,7 +235,8 @@ class Buckets:
             if not self._settings.keeps_lengths or not self._geometry.is_video:
                 return self.sizes
             step = self._geometry.frame_step
-            frames = (min(self._frames(header), LONGEST_CLIP) - 1) // step * step + 1
+            longest = min(self._frames(header), LONGEST_CLIP)
+            frames = max(longest // step * step, 1) if self._geometry.frame_group else (longest - 1) // step * step + 1
         return [MediaSize(frames, size.height, size.width) for size in self.sizes]
 
     def _frames(self, header: MediaHeader) -> int:
