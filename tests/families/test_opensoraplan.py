@@ -184,18 +184,25 @@ def test_settings_that_no_release_has_are_refused() -> None:
         OpenSoraT2V_v1_3(**{**TRANSFORMER, "patch_size_t": 2})
 
 
-@pytest.mark.parametrize("name", ["transformer_t2v", "transformer_i2v", "vae_1_3", "vae_1_5"])
+@pytest.mark.parametrize("name", ["transformer_t2v", "transformer_i2v", "transformer_1_5", "vae_1_3", "vae_1_5"])
 def test_weights_have_the_released_names_and_shapes(name: str) -> None:
-    from mindspeed_mm.fsdp.models.opensoraplan import transformer_1_3, wf_vae
+    from mindspeed_mm.fsdp.models.opensoraplan import transformer_1_3, transformer_1_5, wf_vae
 
     record = YAML(typ="safe").load(RELEASED)[name]
-    room = wf_vae if name.startswith("vae") else transformer_1_3
+    room = {"vae_1_3": wf_vae, "vae_1_5": wf_vae, "transformer_1_5": transformer_1_5}.get(name, transformer_1_3)
     with torch.device("meta"):
         model = getattr(room, record["class"])(**record["config"])
     found = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
     expected = dict(record["keys"])
     for at in range(record.get("layers", 0)):
         expected |= {f"transformer_blocks.{at}.{key}": shape for key, shape in record["in_each_block"].items()}
+    stages = record.get("stages", ())
+    for stage, depth in enumerate(stages):
+        for at in range(depth):
+            is_last = stage == len(stages) - 1 and at == depth - 1
+            for key, shape in record["in_each_block"].items():
+                if not (is_last and key in record["not_in_the_last"]):
+                    expected[f"transformer_blocks.{stage}.{at}.{key}"] = shape
     assert found == expected
 
 
