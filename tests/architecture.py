@@ -36,6 +36,7 @@ KEPT_APART = {
         "checkpoint.original.cogvideox",
         "checkpoint.original.hunyuan_video",
         "checkpoint.original.ltx",
+        "checkpoint.original.stepvideo",
     ),
     "loaded for a kind of model alone: a run of another kind starts without what it imports": (
         "fsdp.train.generator_family",
