@@ -178,6 +178,7 @@ def test_settings_that_no_release_has_are_refused() -> None:
     for changes, said in (
         ({"norm_type": "groupnorm"}, "norm_type is 'groupnorm'"),
         ({"scale": [1.0]}, "one number for each of 4 channels"),
+        ({"scale": [1.0, 0.0, 1.0, 1.0]}, "a scale of 0"),
         ({"l1_upsample_wavelet": "InverseHaarWaveletTransform3D"}, "not of the 2 axes"),
     ):
         with pytest.raises(ValueError, match=said):
