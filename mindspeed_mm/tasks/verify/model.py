@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
+from mindspeed_mm.core.model_kinds import UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
+from mindspeed_mm.fsdp.models.diffusion.picture_vae import DIFFUSERS_FOLDER
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -110,6 +112,8 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
     adapter = facts_of(model).adapter
     if adapter is None:
         model.save_pretrained(folder)
+        if _kind(arguments) is UNIFIED:
+            _copy_vae(Path(str(arguments.model.model_name_or_path)), folder)
     else:
         _link_others(Path(str(arguments.model.model_name_or_path)), folder, adapter.transformers)
         for part in adapter.transformers:
@@ -145,6 +149,8 @@ def _with_config(
         return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
     folder.mkdir(parents=True)
     source = Path(str(arguments.model.model_name_or_path))
+    if _kind(arguments) is UNIFIED:
+        _copy_vae(source, folder)
     for pattern in _SMALL_FILES:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):
@@ -168,6 +174,14 @@ def _link_others(source: Path, folder: Path, parts: Sequence[str]) -> None:
             shutil.copyfile(path, folder / path.name)
         else:
             (folder / path.name).symlink_to(path.resolve())
+
+
+def _copy_vae(source: Path, folder: Path) -> None:
+    """Give another folder of a model that answers and draws the frozen autoencoder that `source` has."""
+    if (source / VAE_FILE).is_file():
+        shutil.copyfile(source / VAE_FILE, folder / VAE_FILE)
+    if (source / DIFFUSERS_FOLDER).is_dir():
+        shutil.copytree(source / DIFFUSERS_FOLDER, folder / DIFFUSERS_FOLDER)
 
 
 def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
