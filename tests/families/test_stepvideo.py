@@ -30,7 +30,7 @@ from tests.helpers import reference_stepvideo as reference
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
-from tests.helpers.runs import losses, mm, train, watched_steps
+from tests.helpers.runs import differing, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_generator_run import generator_config, make_clips
 from tests.helpers.tiny_stepvideo import HEAD_DIM, STEP_LLM, TRANSFORMER, VAE, make_tiny_stepvideo
 
@@ -245,7 +245,8 @@ FEATURES = "data.dataset_param.basic_parameters.features_dir="
 
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_are_those_of_the_formula(task: str, tmp_path: Path) -> None:
-    """Raw media and features, in fp64: a step equals the reference's mean over the samples."""
+    """Raw media and features, in fp64: a step equals the reference's mean over the samples. What is learned is exported
+    under the released names."""
     yaml = make_run(tmp_path, task)
     said = mm("extract", yaml, "--out", tmp_path / "features")
     assert said.code == 0, said.err
@@ -259,6 +260,13 @@ def test_losses_are_those_of_the_formula(task: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "run")[2] != losses(tmp_path / "run")[1]
     turned = losses_by_hand(tmp_path / "model", seen[0], time_is_sigma=True)  # a planted fault: time the other way
     assert losses(tmp_path / "run")[1] != pytest.approx(np.mean(turned), rel=1e-3)
+    said = mm("export", tmp_path / "run", tmp_path / "exported")
+    assert said.code == 0, said.err
+    exported, before, trained = stored(tmp_path / "exported"), stored(tmp_path / "model"), tensors(tmp_path / "run")
+    assert exported.keys() == before.keys()
+    assert all(torch.equal(each, trained[f"model.{name}"].to(each.dtype)) for name, each in exported.items())
+    assert not any(torch.equal(each, before[name]) for name, each in exported.items() if name.endswith("wqkv.weight"))
+    assert "mm.infer(" in (tmp_path / "exported/README.md").read_text()
 
 
 def losses_by_hand(model: Path, batch: dict[str, Any], time_is_sigma: bool = False) -> list[float]:
@@ -326,16 +334,27 @@ def test_samples_are_those_of_a_loop_by_hand(task: str, tmp_path: Path) -> None:
     torch.testing.assert_close(made[0].double(), x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("task", [pytest.param("t2v"), pytest.param("i2v", marks=pytest.mark.slow)])
-def test_adapters_train_and_go_on(task: str, tmp_path: Path) -> None:
-    """A LoRA of two steps is that of one step, resumed; its export is applied, merged and drawn with."""
+LORA = ("training.lora.enable=true", "training.lora.rank=4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_adapters_go_on(task: str, tmp_path: Path) -> None:
+    """A LoRA of two steps is that of one step, resumed."""
     yaml = make_run(tmp_path, task)
-    lora = ("training.lora.enable=true", "training.lora.rank=4", "training.save_interval=1")
-    train(yaml, tmp_path / "whole", *lora)
-    train(yaml, tmp_path / "parts", *lora, "training.train_iters=1")
-    train(yaml, tmp_path / "parts", *lora)
+    train(yaml, tmp_path / "whole", *LORA)
+    train(yaml, tmp_path / "parts", *LORA, "training.train_iters=1")
+    train(yaml, tmp_path / "parts", *LORA)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    for words in (("export", tmp_path / "parts", tmp_path / "lora"),
+    assert differing(tensors(tmp_path / "parts"), tensors(tmp_path / "whole")) == []
+
+
+@pytest.mark.parametrize("task", [pytest.param("t2v"), pytest.param("i2v", marks=pytest.mark.slow)])
+def test_adapters_train_and_are_applied(task: str, tmp_path: Path) -> None:
+    """The export of a LoRA is applied, merged and drawn with."""
+    yaml = make_run(tmp_path, task)
+    train(yaml, tmp_path / "run", *LORA)
+    for words in (("export", tmp_path / "run", tmp_path / "lora"),
                   ("merge", tmp_path / "model", tmp_path / "lora", "--out", tmp_path / "merged")):  # fmt: skip
         said = mm(*words)
         assert said.code == 0, said.err
@@ -365,15 +384,6 @@ def test_adapters_train_and_go_on(task: str, tmp_path: Path) -> None:
 def frames_of(clip: Path) -> np.ndarray:
     with av.open(str(clip)) as opened:
         return np.stack([frame.to_ndarray(format="rgb24").astype(float) for frame in opened.decode(video=0)])
-
-
-def test_what_is_trained_is_exported_under_the_released_names(tmp_path: Path) -> None:
-    yaml = make_run(tmp_path, "t2v")
-    train(yaml, tmp_path / "run", "training.train_iters=1")
-    said = mm("export", tmp_path / "run", tmp_path / "exported")
-    assert said.code == 0, said.err
-    assert stored(tmp_path / "exported").keys() == stored(tmp_path / "model").keys()
-    assert "mm.infer(" in (tmp_path / "exported/README.md").read_text()
 
 
 @pytest.mark.slow

@@ -29,6 +29,11 @@ class SkiparseSets:
     """n; 1: every token sees every other."""
     in_runs: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for less than one set."""
+        if self.sets < 1:
+            raise ValueError(f"sparse_n is {self.sets}: tokens are dealt to one set at least")
+
     @property
     def period(self) -> int:
         """Tokens after which the dealing begins again: lengths are filled up to a multiple of it."""

@@ -307,6 +307,12 @@ def test_steps_are_those_of_the_librarys_scheduler(prediction: str) -> None:
     assert loss.describe() == f"denoising in 1000 steps, learning {'ε' if prediction == 'epsilon' else 'v'}"
 
 
+def test_another_prediction_is_refused() -> None:
+    """It would be trained as v."""
+    with pytest.raises(ConfigError, match="'sample' is not trained"):
+        Stepping("sample")
+
+
 def test_every_step_is_drawn_alike_often_and_the_last_is_all_noise() -> None:
     adapter = Stepping(num_train_timesteps=10)
     loss = objective(adapter=adapter)

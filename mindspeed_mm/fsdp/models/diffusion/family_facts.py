@@ -92,6 +92,8 @@ class FamilyFacts:
     """What to do where `model_index.json` lists none of these."""
     sizes: ClassVar[LatentSizes]
     """Ratios, channels and limits of latents: what `geometry` is made of."""
+    vae_class: ClassVar[str] = ""
+    """The only class of VAE whose latents the transformer knows; empty: `widths` say which fit."""
     widths: ClassVar[Mapping[str, str]] = {}
     """Setting of the transformer → the component whose width it has to be: an encoder's, or the VAE's channels. For
     `in_channels`, `input_channels` says how many of these it is."""
@@ -309,6 +311,10 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
             if held != need.value:
                 what = f"{held}, but {need.source} asks for {need.value}"
                 problems.append(Problem(what, where=where, key=need.setting))
+        vae = self.component_config("vae").get("_class_name", self.vae_class)
+        if self.vae_class and vae != self.vae_class:
+            what = f"{vae}, but {self.transformer_class} was trained on latents of {self.vae_class}"
+            problems.append(Problem(what, where=str(self.folder / "vae" / "config.json"), key="_class_name"))
         if problems:
             raise ModelFolderError("the transformer does not fit the folder's other parts", problems=problems)
 

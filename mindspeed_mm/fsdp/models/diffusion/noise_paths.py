@@ -6,10 +6,12 @@ A sample's *time* on a path is one number: the noise level σ of flow matching, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from typing_extensions import override
+
+from mindspeed_mm.core.errors import ConfigError
 
 Density = Literal["uniform", "logit_normal", "mode", "beta"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -82,11 +84,21 @@ class DiscretePath(NoisePath):
         alphas_cumprod: (T,) ᾱ_t, which the folder's scheduler has: shifted, and with zero terminal signal where it says
             so (Lin et al. 2023, arXiv 2305.08891).
         prediction: What is learned: `prediction_type` of the scheduler.
+
+    Raises:
+        ConfigError: The scheduler names another prediction.
     """
 
     density = "uniform"
 
     def __init__(self, alphas_cumprod: torch.Tensor, prediction: Prediction) -> None:
+        if prediction not in get_args(Prediction):
+            raise ConfigError(
+                f"'{prediction}' is not trained, only {' and '.join(get_args(Prediction))}",
+                where="scheduler/scheduler_config.json of the model's folder",
+                key="prediction_type",
+                way_out="Write what the transformer's weights predict.",
+            )
         self._signal = alphas_cumprod.double().sqrt()
         self._snr = [float(signal / (1 - signal)) for signal in alphas_cumprod.double()]
         self._noise = (1 - alphas_cumprod.double()).sqrt()

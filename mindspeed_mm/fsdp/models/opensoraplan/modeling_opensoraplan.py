@@ -108,6 +108,7 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
     memory_streams: ClassVar[tuple[str, ...]] = ("caption", "samples")
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
     sizes = LatentSizes(8, ("vae.latent_dim", "transformer.in_channels"), _ratios, is_video=True)
+    vae_class = "WFVAEModel"
     widths = {"in_channels": "vae", "out_channels": "vae", "caption_channels": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED, UNGUIDED)
     text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK}

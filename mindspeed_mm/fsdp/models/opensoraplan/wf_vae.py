@@ -298,3 +298,5 @@ def _check(config: Any) -> None:
             raise ValueError(f"{wavelet}_wavelet is not of the {axes} axes of {config[f'{block}_block']}")
     if not len(config["scale"]) == len(config["shift"]) == config["latent_dim"]:
         raise ValueError(f"scale and shift have not one number for each of {config['latent_dim']} channels")
+    if 0 in config["scale"]:
+        raise ValueError("a scale of 0 leaves nothing of a channel")

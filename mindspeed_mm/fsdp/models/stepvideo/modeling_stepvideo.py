@@ -87,6 +87,7 @@ class StepVideoAdapter(DiffusionAdapter):
     sizes = LatentSizes(
         64, ("vae.latent_channels", "transformer.in_channels"), lambda _: (16, 8), patch=1, is_video=True
     )
+    vae_class = "StepVideoVAE"
     widths = {"in_channels": "vae", "out_channels": "vae"}
     captions = CaptionRows((EMBEDS, _CLIP, MASK), MASKED)
     text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_attention_mask": MASK, "encoder_hidden_states_2": _CLIP}
