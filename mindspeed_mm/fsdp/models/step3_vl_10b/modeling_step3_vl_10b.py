@@ -20,6 +20,7 @@ from transformers.models.step3p7.modeling_step3p7 import (
 )
 
 from mindspeed_mm.fsdp.models.step3_vl_10b.processing_step3_vl_10b import Step3VLProcessor, StepVLImageProcessor
+from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.register import model_register
 
 _AS_BUILT = {
@@ -104,7 +105,10 @@ class StepVLModel(Step3p7Model):
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if pixel_values is not None:
-            seen = self.get_image_features(pixel_values, pixel_values_local, num_local_patches, return_dict=True)
+            counts = num_local_patches
+            if isinstance(counts, torch.Tensor):
+                counts = host_values(counts)
+            seen = self.get_image_features(pixel_values, pixel_values_local, counts, return_dict=True)
             features = torch.cat(seen.pooler_output).to(inputs_embeds)
             places = self.get_placeholder_mask(input_ids, inputs_embeds, features)
             inputs_embeds = inputs_embeds.masked_scatter(places, features)
