@@ -203,11 +203,13 @@ def test_a_crop_over_the_edge_is_filled_up_with_black(root: str) -> None:
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-def test_a_folder_without_sizes_has_those_of_the_released_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_class", [True, False])
+def test_a_folder_without_sizes_has_those_of_the_released_code(keeps_class: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_tiny_step3_vl_10b(folder)
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        (folder / name).unlink()
+    (folder / "preprocessor_config.json").unlink()
+    if not keeps_class:
+        (folder / "processor_config.json").unlink()
     processor: Any = load_processor(folder)
     (picture,) = random_pictures([(1000, 700)])
     made = processor(images=[picture], text=["<im_patch>"], return_tensors="pt")
