@@ -33,7 +33,7 @@ _SPECIAL = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "turn_token
 
 def make_tiny_step3_vl_10b(folder: Path) -> dict[str, torch.Tensor]:
     """Write the folder; the tensors that it holds, by their released names."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     marks = {"image_token": "<im_patch>"} | {f"mark_{mark}": f"<{mark}>" for mark in _MARKS}
     tokenizer = byte_tokenizer(_SPECIAL | marks, TEMPLATE)
     tokenizer.save_pretrained(folder)
