@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.models.modelhub import model_register
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
@@ -121,11 +123,12 @@ def test_widths_that_generators_repeat() -> None:
 
 @pytest.mark.parametrize("name", sorted(transformer_ids()))
 def test_every_generator_becomes_small(name: str) -> None:
-    """Of the sizes that diffusers' constructor has, which are those of a release in most families."""
+    """Of the sizes that a constructor has, which are those of a release in most families."""
     prepare_for_transformers()
     import diffusers
 
-    kind = getattr(diffusers, name)
+    own_classes = model_register.get(transformer_ids()[name]).own_classes
+    kind = getattr(importlib.import_module(own_classes[name]) if name in own_classes else diffusers, name)
     config = {}
     for setting, parameter in inspect.signature(kind.__init__).parameters.items():
         if parameter.default is not parameter.empty:
