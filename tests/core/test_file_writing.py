@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 
 import pytest
@@ -59,5 +58,5 @@ def test_a_draft_that_another_process_takes_for_left_over_is_made_again(
 
     monkeypatch.setattr(fcntl, "flock", late)
     atomic_write_text(tmp_path / "a.txt", "whole")
-    assert len(removed) == 1 and os.listdir(tmp_path) == ["a.txt"]
+    assert len(removed) == 1 and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     assert (tmp_path / "a.txt").read_text() == "whole"

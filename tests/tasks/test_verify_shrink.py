@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.models.modelhub import model_register
 from mindspeed_mm.fsdp.params.cards import transformer_ids
+from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
 
@@ -134,6 +134,8 @@ def test_every_generator_becomes_small(name: str) -> None:
         if parameter.default is not parameter.empty:
             is_tuple = isinstance(parameter.default, tuple)
             config[setting] = list(parameter.default) if is_tuple else parameter.default
+    if name.startswith("OpenSora") and name.endswith("v1_3"):
+        config["attention_head_dim"] = 96  # the constructor's, 88, cannot be divided into three axes, and is refused
     with torch.device("meta"):
         model = kind(**shrink(config, Room(tensor=2, stages=2)).config)
     assert sum(parameter.numel() for parameter in model.parameters()) < 30_000_000
