@@ -83,11 +83,25 @@ def test_the_first_yaml_reads_its_rows(run: Path, tmp_path: Path) -> None:
     assert len(built_rows(tmp_path / "run.yaml")) == 4
 
 
+def test_evaluation_is_refused_before_rows_are_read(run: Path, tmp_path: Path) -> None:
+    """Rows of the model hold answers that are pictures; without these it could not be evaluated either."""
+    rows = run.parent / "rows" / "rows.jsonl"
+    said = mm("evaluate", run.parent / "model", "--data", rows, "--out", tmp_path / "out")
+    assert said.code != 0 and "mm infer MODEL --prompt TEXT" in said.err and "rows.jsonl" not in said.err, said.err
+
+
 def test_a_wish_for_one_model_that_draws_leads_to_it() -> None:
     for wish in ("fine-tune BAGEL", "edit pictures with BAGEL", "a unified model"):
         route = routes.find(wish)
         assert "bagel" in {card.name for card in route.families} and "--draw" in " ".join(route.stages.values())
     assert "bagel" not in {card.name for card in routes.find("edit an image").families}
+
+
+def test_flops_of_a_picture_of_any_size(run: Path) -> None:
+    """8 × 12 pixels are six patches."""
+    said = mm("flops", run, "--seq", 64, "--images", 1, "--image-size", "8x12", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["lengths"]["media tokens"] == 6
 
 
 @pytest.mark.slow
