@@ -72,7 +72,7 @@ def test_a_file_holds_on_a_small_folder(name: str, tmp_path: Path) -> None:
     basic = "data.dataset_param.basic_parameters"
     said = mm("check", example.path, f"model.model_name_or_path={tmp_path / 'model'}", f"{basic}.dataset={rows}",
               f"{basic}.dataset_dir={rows.parent}", f"{basic}.cutoff_len={PACKED_TOKENS}",
-              f"parallel.expert_parallel_size={ranks}",
+              f"parallel.expert_parallel_size={ranks}", *sizes,
               "data.dataloader_param.drop_last=false", f"training.save={tmp_path / 'run'}",
               "--nproc", ranks)  # fmt: skip
     assert said.code == 0, said.out + said.err
