@@ -56,12 +56,14 @@ PACKED_TOKENS = 512
 def test_a_file_holds_on_a_small_folder(name: str, tmp_path: Path) -> None:
     """The whole check of `mm check`, on as many ranks as small experts can be divided among; the rows are short, and a
     packed one takes as few of them."""
+    sizes: list[str] = []
     if name == "JanusPro/":
         make_tiny_janus(tmp_path / "model")
         rows = write_drawn_rows(tmp_path / "rows")
     elif name == "bagel/":
         (tmp_path / "model").mkdir()
         make_tiny_bagel(tmp_path / "model")
+        sizes = [f"data.dataset_param.preprocess_parameters.{key}={value}" for key, value in SIZES.items()]
         rows = write_rows_of_parts(tmp_path / "rows")
     else:
         row = ROWS[ON_SMALL_FOLDERS[name]]
