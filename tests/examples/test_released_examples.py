@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.released_examples import ROOT, examples, names_of_parts, recipes
 from tests.helpers.released_rows import ROWS, write_rows
 from tests.helpers.runs import mm
-from tests.helpers.tiny_bagel import make_tiny_bagel
+from tests.helpers.tiny_bagel import SIZES, make_tiny_bagel
 from tests.helpers.tiny_bagel import write_rows as write_rows_of_parts
 from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
