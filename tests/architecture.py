@@ -78,6 +78,7 @@ KEPT_APART = {
         "fsdp.models.deepseek_ocr.processing_deepseek_ocr",
         "fsdp.models.internvl_chat.processing_internvl_chat",
         "fsdp.models.kimi_vl.processing_kimi_vl",
+        "fsdp.models.step3_vl_10b.processing_step3_vl_10b",
     ),
     "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
         "fsdp.data.dataloader.pairing",

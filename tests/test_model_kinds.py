@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import BUILDERS
 from mindspeed_mm.fsdp.plan.resolve import LOSS_CHECKS
 from mindspeed_mm.fsdp.train.family import FAMILIES
+from mindspeed_mm.fsdp.train.rollouts.build import MADE_BY_KINDS, PROMPTS_OF_KINDS
 from mindspeed_mm.tasks.export.contents import WHOLE_CONTENTS
 from mindspeed_mm.tasks.given.models import ANSWERS
 
@@ -22,6 +23,8 @@ TABLES: Mapping[str, Collection[ModelKind]] = {
     "COMMANDS": COMMANDS,
     "FAMILIES": FAMILIES,
     "LOSS_CHECKS": LOSS_CHECKS,
+    "MADE_BY_KINDS": MADE_BY_KINDS,
+    "PROMPTS_OF_KINDS": PROMPTS_OF_KINDS,
     "WHOLE_CONTENTS": WHOLE_CONTENTS,
 }
 

@@ -13,6 +13,9 @@ Batch = dict[str, Any]
 IGNORED_LABEL = -100
 """The label of a token that no loss is computed for."""
 
+SEEN, LATENT = 1, 2
+"""In `token_kinds`, where text has 0: features of a picture that is seen, and latents of one that is given or drawn."""
+
 NO_CODE, SPEAKER_CODE = -1, -2
 """In `codec_ids`: nothing is added; the embedding of a speaker is."""
 

@@ -49,15 +49,26 @@ def draft_file(folder: Path) -> Iterator[Path]:
     """An empty file to write into, in an existing folder. Rename it once it is complete; an error removes it. The first
     draft in a folder also removes those that killed processes left there."""
     _remove_dead_files_once(folder)
-    draft = new_name(folder, FILE)
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    draft, descriptor = _new_draft(folder)
     try:
-        _try_lock(descriptor)
         yield draft
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
     finally:
+        os.close(descriptor)
+
+
+def _new_draft(folder: Path) -> tuple[Path, int]:
+    """An empty file, and its descriptor, which holds the lock."""
+    while True:
+        draft = new_name(folder, FILE)
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # A process that removes what killed ones left may have seen the file before it was locked, and taken it away.
+        if draft.exists():
+            return draft, descriptor
         os.close(descriptor)
 
 

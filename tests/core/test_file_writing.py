@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.drafts import remove_dead_files
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_medium_file, check_output_place
 
@@ -39,3 +42,21 @@ def test_a_sound_takes_the_place_of_a_sound_alone(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             check_medium_file(path, "WAV", [tmp_path / "new" / ".." / "a.wav"], "--speak")
     assert sorted(tmp_path.iterdir()) == [sound, folder, notes]
+
+
+def test_a_draft_that_another_process_takes_for_left_over_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment when a draft is there and the moment when it is locked, it looks like one of a killed
+    process."""
+    real, removed = fcntl.flock, list[str]()
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        removed.extend(remove_dead_files(tmp_path))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    atomic_write_text(tmp_path / "a.txt", "whole")
+    assert len(removed) == 1 and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "whole"

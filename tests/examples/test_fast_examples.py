@@ -14,13 +14,13 @@ from tests.examples.test_small_cards import SHARE
 from tests.helpers.released_examples import ROOT, Example, examples, full_batch
 
 LEAST_BILLIONS = 4
-_SIZE = re.compile(r"_(\d+(?:\.\d+)?)([BT])_")
+_SIZE = re.compile(r"_(\d+(?:\.\d+)?)([BTb])_")
 
 
 def billions(name: str) -> float:
     """Parameters by a file's name; 0 where it names none."""
     found = _SIZE.search(name)
-    return float(found[1]) * {"B": 1, "T": 1000}[found[2]] if found else 0.0
+    return float(found[1]) * {"B": 1, "T": 1000}[found[2].upper()] if found else 0.0
 
 
 FILES = sorted(

@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.released_examples import ROOT, examples, names_of_parts, recipes
 from tests.helpers.released_rows import ROWS, write_rows
 from tests.helpers.runs import mm
-from tests.helpers.tiny_bagel import make_tiny_bagel
+from tests.helpers.tiny_bagel import SIZES, make_tiny_bagel
 from tests.helpers.tiny_bagel import write_rows as write_rows_of_parts
 from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
@@ -41,37 +41,40 @@ def test_files_resolve_on_the_devices_that_they_name(capsys: pytest.CaptureFixtu
 
 
 ON_SMALL_FOLDERS = {
-    "deepseekocr": "deepseek_ocr",
-    "deepseekocr2": "deepseek_ocr2",
-    "kimik2_5": "kimik2_5",
-    "step3_vl": "step3_vl",
-    "minimax_m3_vl": "minimax_m3_vl",
+    "deepseekocr/": "deepseek_ocr",
+    "deepseekocr2/": "deepseek_ocr2",
+    "kimik2_5/": "kimik2_5",
+    "step3_vl/step3_vl_198B": "step3_vl",
+    "step3_vl/step3_vl_10b": "step3_vl_10b",
+    "minimax_m3_vl/": "minimax_m3_vl",
 }
-"""Folder of examples → row of its family."""
+"""Beginning of an example's name → row of its family."""
 PACKED_TOKENS = 512
 
 
-@pytest.mark.parametrize("folder", [*ON_SMALL_FOLDERS, "JanusPro", "bagel"])
-def test_a_file_holds_on_a_small_folder(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*ON_SMALL_FOLDERS, "JanusPro/", "bagel/"])
+def test_a_file_holds_on_a_small_folder(name: str, tmp_path: Path) -> None:
     """The whole check of `mm check`, on as many ranks as small experts can be divided among; the rows are short, and a
     packed one takes as few of them."""
-    if folder == "JanusPro":
+    sizes: list[str] = []
+    if name == "JanusPro/":
         make_tiny_janus(tmp_path / "model")
         rows = write_drawn_rows(tmp_path / "rows")
-    elif folder == "bagel":
+    elif name == "bagel/":
         (tmp_path / "model").mkdir()
         make_tiny_bagel(tmp_path / "model")
+        sizes = [f"data.dataset_param.preprocess_parameters.{key}={value}" for key, value in SIZES.items()]
         rows = write_rows_of_parts(tmp_path / "rows")
     else:
-        row = ROWS[ON_SMALL_FOLDERS[folder]]
+        row = ROWS[ON_SMALL_FOLDERS[name]]
         row.write(tmp_path / "model")
         rows = write_rows(tmp_path / "rows", row.kinds)
-    (example,) = (each for each in EXAMPLES if each.path.parent.name == folder)
+    (example,) = (each for each in EXAMPLES if each.name.startswith(name))
     ranks = min(load_config(example.path).arguments.parallel.expert_parallel_size or 1, 2)
     basic = "data.dataset_param.basic_parameters"
     said = mm("check", example.path, f"model.model_name_or_path={tmp_path / 'model'}", f"{basic}.dataset={rows}",
               f"{basic}.dataset_dir={rows.parent}", f"{basic}.cutoff_len={PACKED_TOKENS}",
-              f"parallel.expert_parallel_size={ranks}",
+              f"parallel.expert_parallel_size={ranks}", *sizes,
               "data.dataloader_param.drop_last=false", f"training.save={tmp_path / 'run'}",
               "--nproc", ranks)  # fmt: skip
     assert said.code == 0, said.out + said.err

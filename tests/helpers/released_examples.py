@@ -245,6 +245,7 @@ _MEDIA: dict[str, Callable[[Any, torch.Tensor], Batch]] = {
     "llava": _squares(lambda config, side: (side // config.vision_config.patch_size) ** 2),
     "mistral3": _squares(_merged, image_sizes=lambda _, count, side: torch.tensor([[side, side]] * count)),
     "gemma3": _gemma,
+    "step_robotics": _squares(lambda config, side: (side // config.vision_config.patch_size // 4) ** 2),
     "whisper": _whisper,
     "qwen3_asr": _speech,
 }  # fmt: skip

@@ -45,6 +45,7 @@ from tests.helpers.tiny_speech import (
     write_cosyvoice_rows,
     write_qwen3tts_rows,
 )
+from tests.helpers.tiny_step3_vl_10b import make_tiny_step3_vl_10b
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -545,6 +546,7 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
+    "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
     "funasr": Row(

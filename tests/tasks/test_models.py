@@ -90,8 +90,8 @@ def test_every_task_of_a_generator_has_its_test() -> None:
     for adapter in _adapters(DiffusionAdapter):
         pipelines.setdefault(adapter.transformer_class, set()).update(adapter.pipelines)
     for card in families():
-        name = card.model_class.partition(".")[2]
-        assert set(card.tasks) == pipelines.get(name, set()), card.name
+        names = (card.model_class.partition(".")[2], *card.further_classes)
+        assert set(card.tasks) == {task for name in names for task in pipelines.get(name, set())}, card.name
         for task, case in card.tasks.items():
             test, _, named = case.partition(" [")
             file, _, function = test.partition("::")

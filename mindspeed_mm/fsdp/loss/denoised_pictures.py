@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import LATENT, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
@@ -33,7 +33,6 @@ Encode = Callable[[torch.Tensor, int], torch.Tensor]
 """(pixels (3, H, W) uint8, seed of a draw) → latents (C, h, w)."""
 TEXT_WEIGHT, PICTURE_WEIGHT = 0.25, 1.0
 """a and b of the published recipe."""
-_LATENT = 2
 _ONLY_NULL = ("sigma_range", "prior_loss_weight")
 
 
@@ -99,7 +98,7 @@ class WithDenoisedPictures:
             times.append(torch.full((len(latents_mC),), time, dtype=self._exact_dtype))
             is_drawn.append(torch.full((len(latents_mC),), drawn))
             positions.append(places_of(*grid, self._sizes.max_latent_size))
-        places_M = (batch["token_kinds"] == _LATENT).flatten().nonzero().squeeze(1)
+        places_M = (batch["token_kinds"] == LATENT).flatten().nonzero().squeeze(1)
         is_drawn_M = torch.cat(is_drawn)
         if len(places_M) != len(is_drawn_M):
             raise DataError(

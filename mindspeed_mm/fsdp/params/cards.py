@@ -238,6 +238,24 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
 
 
 @cache
+def types_of_processors_in_code() -> frozenset[str]:
+    """Model types in config.json of families that are written here and whose released code has the settings of the
+    processor in it: a folder needs no file of them."""
+    return frozenset(
+        name for card, _ in _cards("models") if card.get("processor_in_code") for name in card["model_types"]
+    )
+
+
+def id_in_folder(model_id: str, model_type: str | None) -> str:
+    """The id of the family that is built where files name `model_id`, which several families may be called by: that of
+    the folder's model type, else the id itself."""
+    for name, card, _ in _by_id("models"):
+        if model_id in (card.get("shared_ids") or ()) and model_type in card["model_types"]:
+            return name
+    return model_id
+
+
+@cache
 def voices() -> dict[str, str]:
     """Model type in config.json → the class that speaks for it: a module of `fsdp/sampling/speech` and its class."""
     found: dict[str, str] = {}

@@ -10,6 +10,19 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types
 
 
+def model_type_of(folder: Path) -> str | None:
+    """The model type that a folder's config.json names; None where it has none, or is not readable, which whoever
+    reads it says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        model_type = read_json_object(path, ModelFolderError).get("model_type")
+    except ModelFolderError:
+        return None
+    return model_type if isinstance(model_type, str) else None
+
+
 def know_family_of(folder: Path) -> None:
     """Register configuration, model and processor with transformers' Auto classes, where a folder's config.json names a
     model type of ours. May be called again; a folder without a readable config.json is left to whoever reads it.
@@ -17,14 +30,8 @@ def know_family_of(folder: Path) -> None:
     Raises:
         ModelFolderError: The installed transformers is older than the classes that the family is built on.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        return
-    try:
-        model_type = read_json_object(path, ModelFolderError).get("model_type")
-    except ModelFolderError:
-        return
-    modules = own_model_types().get(model_type, ()) if isinstance(model_type, str) else ()
+    model_type = model_type_of(folder)
+    modules = own_model_types().get(model_type or "", ())
     lacking: list[ImportError] = []
     for module in modules:
         try:
@@ -36,7 +43,7 @@ def know_family_of(folder: Path) -> None:
     if lacking and len(lacking) == len(modules):
         raise ModelFolderError(
             f"'{model_type}' models are built on classes that the installed transformers lacks: {lacking[0]}",
-            where=str(path),
+            where=str(folder / "config.json"),
             key="model_type",
             way_out="Install transformers 5.23 or later.",
         ) from lacking[0]

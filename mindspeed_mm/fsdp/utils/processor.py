@@ -14,10 +14,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.params.cards import own_model_types
+from mindspeed_mm.fsdp.params.cards import own_model_types, types_of_processors_in_code
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
-from mindspeed_mm.fsdp.utils.own_families import know_family_of
+from mindspeed_mm.fsdp.utils.own_families import know_family_of, model_type_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -157,7 +157,7 @@ def check_media_processor(folder: Path) -> None:
         ModelFolderError: Naming the missing file.
     """
     path = folder / "config.json"
-    if not path.is_file() or any((folder / name).is_file() for name in PROCESSOR_FILES):
+    if not path.is_file() or _has_processor(folder):
         return
     prepare_for_transformers()
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # seconds, and only after the guard
@@ -251,7 +251,7 @@ def _check_files(folder: Path) -> bool:
             key="model.model_name_or_path",
             way_out="Use a local folder; nothing is downloaded.",
         )
-    is_multimodal = any((folder / name).is_file() for name in PROCESSOR_FILES)
+    is_multimodal = _has_processor(folder)
     if not is_multimodal and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelFolderError(
             "the folder has no processor or tokenizer",
@@ -260,6 +260,13 @@ def _check_files(folder: Path) -> bool:
             f"{PROCESSOR_FILES[1]}) of the original model into the folder.",
         )
     return is_multimodal
+
+
+def _has_processor(folder: Path) -> bool:
+    """Whether a processor is made of a folder: it holds settings of one, or its model's code does."""
+    if any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return True
+    return model_type_of(folder) in types_of_processors_in_code()
 
 
 def _fill_padding(processor: ProcessorMixin | PreTrainedTokenizerBase) -> None:

@@ -95,7 +95,7 @@ class RowFacts:
     full_tokens: int = 0
     """Before turns were left out to fit `cutoff_len`."""
     trained: int = 0
-    """Tokens that the loss counts, after the shift."""
+    """Tokens that the loss counts, after the shift; drawn latents among them."""
     patches: int = 0
     shrunk: bool = False
     roles: tuple[str, ...] = ()
@@ -271,7 +271,7 @@ class RowLook:
         for _, arrays in tokens_of(item, self._collate, facts.place).arrays:
             length = len(arrays.ids)
             facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
-            facts.trained += trained_tokens(arrays.labels, arrays.weights)
+            facts.trained += trained_tokens(arrays.labels, arrays.weights) + int(arrays.is_drawn.sum())
         for sample in as_pair(item):
             if isinstance(sample, dict):
                 facts.shrunk |= bool(sample.get("shrunk"))

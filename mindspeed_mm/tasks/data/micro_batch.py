@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import drawn_latents
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,14 @@ def view_batch(batch: Batch) -> MicroBatchView:
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
-    names, labels = batch["sample_ids"], _labels(batch)
+    names, trained = batch["sample_ids"], _is_trained(batch)
     for number, (first, end) in enumerate(pairwise(borders)):
         name = str(names[number]) if number < len(names) else ""
-        yield PackedDocument(0, first, end, name, int((labels[0, first:end] != IGNORED_LABEL).sum()))
+        yield PackedDocument(0, first, end, name, int(trained[0, first:end].sum()))
 
 
 def _padded(batch: Batch) -> Iterator[PackedDocument]:
-    mask, labels = batch.get("attention_mask"), _labels(batch)
+    mask, trained = batch.get("attention_mask"), _is_trained(batch)
     rows, length = batch["input_ids"].shape
     names = list(map(str, batch["sample_ids"]))
     if "pairs" in batch:
@@ -114,15 +115,15 @@ def _padded(batch: Batch) -> Iterator[PackedDocument]:
         end = length
         if isinstance(mask, torch.Tensor) and mask.shape == (rows, length):
             end = int(mask[row].sum())
-        yield PackedDocument(row, 0, end, name, int((labels[row] != IGNORED_LABEL).sum()))
+        yield PackedDocument(row, 0, end, name, int(trained[row].sum()))
         if end < length:
             yield PackedDocument(row, end, length, "", 0)
 
 
-def _labels(batch: Batch) -> torch.Tensor:
-    """Return the labels of the loss, a row for each of the batch; without such `shift_labels`, all are
-    `IGNORED_LABEL`."""
-    found, ids = batch.get("shift_labels"), batch["input_ids"]
-    if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == len(ids):
-        return found
-    return torch.full_like(ids, IGNORED_LABEL)
+def _is_trained(batch: Batch) -> torch.Tensor:
+    """(B, L) bool: what the loss counts, by labels of the next token or as drawn latents."""
+    ids, labels = batch["input_ids"], batch.get("shift_labels")
+    is_drawn: torch.Tensor = drawn_latents(batch.get("part_ids"), batch.get("token_kinds"), ids)
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and len(labels) == len(ids):
+        return is_drawn | (labels != IGNORED_LABEL)
+    return is_drawn

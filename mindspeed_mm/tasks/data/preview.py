@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -226,13 +229,19 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
 def _answer(name: str, arrays: TokenArrays, shrunk: bool, reader: TokenReader) -> TokenizedConversation:
     ids = arrays.ids.tolist()
     labels = None if arrays.labels is None else arrays.labels.tolist()
+    is_drawn = arrays.is_drawn
+    counted, weights = labels, arrays.weights
+    if is_drawn.any():
+        shown = np.full_like(arrays.ids, IGNORED_LABEL) if arrays.labels is None else arrays.labels
+        counted = np.where(is_drawn, arrays.ids, shown).tolist()
+        weights = None if weights is None else np.where(is_drawn, 1.0, weights)
     return TokenizedConversation(
         name,
         ids,
         labels or [],
         None if arrays.weights is None else arrays.weights.astype(float).tolist(),
-        reader.stretches(ids, labels, arrays.weights),
-        trained_tokens(arrays.labels, arrays.weights),
+        reader.stretches(ids, counted, weights),
+        trained_tokens(arrays.labels, arrays.weights) + int(is_drawn.sum()),
         shrunk,
     )
 

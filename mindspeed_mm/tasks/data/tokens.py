@@ -110,7 +110,7 @@ class TokenReader:
         start = 0
         before: tuple[int, ...] = ()
         while start < len(ids):
-            repeated = self._repeats(ids, start)
+            repeated = self._repeats(ids, weights, start)
             if repeated:
                 piece = TokenPiece(self._text((), (ids[start],)), (ids[start],), start, weights[start])
                 yield TokenSpan((piece,), repeated)
@@ -121,12 +121,12 @@ class TokenReader:
             yield TokenSpan((TokenPiece(self._text(before, taken), taken, start, max(weights[start:end])),))
             start, before = end, taken
 
-    def _repeats(self, ids: list[int], start: int) -> int:
-        """How often a special token is repeated here; 0 when it is no such run."""
+    def _repeats(self, ids: list[int], weights: list[float], start: int) -> int:
+        """How often a special token is repeated here, trained alike; 0 when it is no such run."""
         if ids[start] not in self._special:
             return 0
         end = start
-        while end < len(ids) and ids[end] == ids[start]:
+        while end < len(ids) and (ids[end], weights[end]) == (ids[start], weights[start]):
             end += 1
         return end - start if end - start >= _LEAST_REPEATED else 0
 

@@ -221,7 +221,8 @@ def _answer_lines(answer: TokenizedConversation, paint: Paint, tokens: bool) -> 
 
 def _stretch_text(stretch: TokenSpan, paint: Paint) -> str:
     if stretch.repeated:
-        return paint.medium(f"[{stretch.text} × {stretch.repeated}]")
+        told = f"[{stretch.text} × {stretch.repeated}]"
+        return paint.trained(told) if stretch.weight else paint.medium(told)
     text = _visible(stretch.text)
     if not stretch.weight:
         return text

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import make_writable_folder, read_jsonl
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
-from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView, check_answers_rows
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions, read_transcripts
@@ -46,6 +46,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     comparison = Comparison(request.metric or "exact", request.ignore_case, request.ignore_punctuation)
     judge = Judge.of(request)
     source = with_adapters(resolve_model(request.folder), request.lora)
+    check_answers_rows(source.folder)
     view = rows_view(source, request.config)
     questions = _questions(data, request.media_dir, view)
     others = None

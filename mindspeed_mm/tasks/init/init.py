@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
-from mindspeed_mm.core.errors import ConfigError, MMError, UsageError, count_problems
-from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
+from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError, UsageError, count_problems
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import visible
+from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
 from mindspeed_mm.fsdp.params.yaml.overrides import parse_override
 from mindspeed_mm.fsdp.params.yaml.tree import plain
@@ -144,6 +146,8 @@ class _Setup:
     """Of `basic_parameters`: what the rows need beyond their path."""
     rows: int = _ROWS_A_STEP
     """How many rows are trained on."""
+    family: str = ""
+    """Of a model that answers and draws: its `model_id`, which is also its `dataset_type`."""
 
     @classmethod
     def of(cls, request: InitRequest) -> _Setup:
@@ -151,6 +155,8 @@ class _Setup:
         kind = kind_of_path(request.model)
         if kind is GENERATOR:
             return cls(request, kind, *_devices(request), _sizes(request.model))
+        if kind is UNIFIED:
+            return cls(request, kind, *_devices(request), {}, family=_family_of(request.model))
         settings = row_settings(request.model, _first_rows(request.data))
         given = {key.removeprefix(f"{BASIC}.") for key in given_keys(request.overrides)}
         if "chat_template" in given:
@@ -193,6 +199,8 @@ class _Setup:
         own: dict[str, Any] = {"training": training}
         if self.kind is GENERATOR:
             own["data"] = {"dataset_param": {"dataset_type": "generation", "preprocess_parameters": self.sizes}}
+        if self.family:
+            own |= {"model": {"model_id": self.family}, "data": {"dataset_param": {"dataset_type": self.family}}}
         if self.settings:
             basic = {name: setting.value for name, setting in self.settings.items()}
             own["data"] = {"dataset_param": {"basic_parameters": basic}}
@@ -247,8 +255,10 @@ class _Setup:
             _comment(f"Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}"),
             "model:",
             f"  model_name_or_path: {scalar(self.request.model)}",
+            *([f"  model_id: {self.family}"] if self.family else []),
             "data:",
             "  dataset_param:",
+            *([f"    dataset_type: {self.family}"] if self.family else []),
         ]
         if self.kind is GENERATOR:
             sizes = ", ".join(f"{name}: {size}" for name, size in self.sizes.items())
@@ -331,6 +341,13 @@ def _first_rows(data: Path) -> list[dict[str, Any]]:
         return [dict(table.row(number)) for number in range(min(len(table), _ROWS_LOOKED_AT))]
     except MMError:
         return []
+
+
+def _family_of(model: Path) -> str:
+    """What the config.json of a model that answers and draws calls its family, as its card and its rows do."""
+    model_type = read_json_object(model / "config.json", ModelFolderError).get("model_type")
+    card = next(card for card in families() if model_type in card.ids)
+    return str(card.smallest["data"]["dataset_param"]["dataset_type"])
 
 
 def _sizes(model: Path) -> dict[str, int]:

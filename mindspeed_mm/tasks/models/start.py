@@ -98,10 +98,10 @@ def _examples() -> Mapping[str, tuple[str, bool]]:
 
 def _family_of(folder: str, identity: str) -> ModelCard | None:
     """The family that a configuration builds: that of its `model_id`, else the one that released its folder, perhaps
-    converted to transformers' layout or to bf16."""
+    converted to transformers' layout or to bf16, or the part of a release that films a picture."""
     if identity:
         return next((card for card in families() if identity in card.ids), None)
-    name = re.sub(r"-(hf|bf16)$", "", folder, flags=re.IGNORECASE)
+    name = re.sub(r"-(hf|bf16|i2v)$", "", folder, flags=re.IGNORECASE)
     is_converted = folder.lower().endswith("-hf")
     for card in families():
         released = {hub.partition("/")[2] for hub in card.released}

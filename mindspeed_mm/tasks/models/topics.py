@@ -207,6 +207,19 @@ TASKS: dict[str, Topic] = {
         "docs/generation.md",
         recipes=_AS_USUAL,
     ),
+    "unify": Topic(
+        "Answer questions about pictures, draw and edit them by one model",
+        ("unif", "interleav", "t2i", "draw", "paint", "image", "picture", "photo", "genera", "edit", "retouch"),
+        {
+            **_ROWS,
+            "draw": 'mm infer runs/mine --prompt "a red dog in the snow" --draw dog.png',
+            "edit": 'mm infer runs/mine --image dog.png --prompt "make it blue" --draw blue.png',
+            "ask it": 'mm infer runs/mine --image a.png --prompt "What is it?"',
+            "write a folder as released": "mm export runs/mine exported",
+        },
+        "docs/data.md",
+        recipes=_AS_USUAL,
+    ),
 }
 """Key of `task` in a card → what it means, in the order that lists have."""
 

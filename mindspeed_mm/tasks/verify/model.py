@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
+from mindspeed_mm.core.model_kinds import UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
+from mindspeed_mm.fsdp.models.diffusion.picture_vae import DIFFUSERS_FOLDER, FLUX_LATENTS, write_small_vae
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -71,8 +73,10 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
     for number, small in enumerate(wanted):
         still = without_dropout(small.config)
         changes = small.changes | still.changes
-        made = _with_config(arguments, still.config, changes, folder / f"model{number}")
+        made = _with_config(arguments, still.config, changes, folder / f"model{number}", shrinks=True)
         lines = (*_lines(changes), "weights: random, from the seed")
+        if _kind(arguments) is UNIFIED:
+            lines += ("VAE: few features, random weights",)
         yield fitting(_from_scratch(made), lines)
 
 
@@ -82,7 +86,7 @@ def real_model(arguments: Arguments, folder: Path) -> Candidate:
     still = without_dropout(config or {})
     if not still.changes:
         return arguments, ()
-    made = _with_config(arguments, still.config, still.changes, folder / "model")
+    made = _with_config(arguments, still.config, still.changes, folder / "model", shrinks=False)
     moved = made.model.model_name_or_path != arguments.model.model_name_or_path
     if moved and not (arguments.training.load or arguments.model.train_from_scratch):
         load = {"load": arguments.model.model_name_or_path, "load_format": "hf"}
@@ -110,6 +114,8 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
     adapter = facts_of(model).adapter
     if adapter is None:
         model.save_pretrained(folder)
+        if _kind(arguments) is UNIFIED:
+            _copy_vae(Path(str(arguments.model.model_name_or_path)), folder)
     else:
         _link_others(Path(str(arguments.model.model_name_or_path)), folder, adapter.transformers)
         for part in adapter.transformers:
@@ -136,15 +142,28 @@ def _config_of(arguments: Arguments) -> dict[str, Any] | None:
 
 
 def _with_config(
-    arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
+    arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path, *, shrinks: bool
 ) -> Arguments:
-    """Arguments whose model has this configuration: the YAML can change a part of a model, a whole one has a folder."""
+    """Arguments whose model has this configuration: the YAML can change a part of a model, a whole one has a folder.
+
+    Args:
+        arguments: As configured.
+        config: Of the model.
+        changes: What differs in it.
+        folder: Where it is written.
+        shrinks: Whether the frozen VAE of a model that draws is made small, too.
+    """
     if _kind(arguments).trained_part:
         own = {key: config[key] for key in changes}
         update: dict[str, Any] = {"transformer": (arguments.model.transformer or {}) | own}
         return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
     folder.mkdir(parents=True)
     source = Path(str(arguments.model.model_name_or_path))
+    if _kind(arguments) is UNIFIED and shrinks:
+        latents = FLUX_LATENTS | (config.get("vae_config") or {})
+        write_small_vae(folder, latents["z_channels"], latents["downsample"])
+    elif _kind(arguments) is UNIFIED:
+        _copy_vae(source, folder)
     for pattern in _SMALL_FILES:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):
@@ -168,6 +187,14 @@ def _link_others(source: Path, folder: Path, parts: Sequence[str]) -> None:
             shutil.copyfile(path, folder / path.name)
         else:
             (folder / path.name).symlink_to(path.resolve())
+
+
+def _copy_vae(source: Path, folder: Path) -> None:
+    """Give another folder of a model that answers and draws the frozen autoencoder that `source` has."""
+    if (source / VAE_FILE).is_file():
+        shutil.copyfile(source / VAE_FILE, folder / VAE_FILE)
+    if (source / DIFFUSERS_FOLDER).is_dir():
+        shutil.copytree(source / DIFFUSERS_FOLDER, folder / DIFFUSERS_FOLDER)
 
 
 def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class Shrunk:
 
 
 FEWEST_LAYERS = 2
-NARROW_HEADS = (16, 32, 64)
+NARROW_HEADS, HEADS_OF_THREE_AXES = (16, 32, 64), (24, 48)
 MOST_EXPERTS_CHOSEN = 2
 FEWEST_EXPERTS = 4
 
@@ -314,7 +314,8 @@ def _narrower_head(part: Config, head: int) -> int:
     share = part.get("partial_rotary_factor")
     if not isinstance(share, int | float):
         share = 1
-    for width in NARROW_HEADS:
+    # A multiple of six may be three axes of an even number of features each.
+    for width in NARROW_HEADS if head % 6 else HEADS_OF_THREE_AXES:
         turned = width * share
         if width >= head or turned % 2:
             continue

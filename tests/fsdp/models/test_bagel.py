@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
@@ -210,6 +211,38 @@ def test_the_published_layouts_are_read(run: Path, tmp_path: Path) -> None:
     whole = dataset[2]
     assert whole["part_ids"].max() == 1 and "picture_sizes" not in whole
     assert dataset.processor.decode(whole["labels"][whole["labels"] != -100]) == "three<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"image": "none.png", "captions": ["a"]}, "rows.jsonl:1.*'none.png' not found"),
+        ({"image": None, "captions": ["a"]}, "rows.jsonl:1.*not a media item"),
+        ({"image_list": ["0.png", "1.png"], "instruction_list": [[5]]}, "rows.jsonl:1.*no chain of edits"),
+        ({"image_list": ["0.png", "1.png"], "instruction_list": [[" "]]}, "rows.jsonl:1.*no chain of edits"),
+        ({"image_list": None, "instruction_list": None}, "rows.jsonl:1.*no chain of edits"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(run: Path, tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    dataset = rows_of(run, tmp_path, row)
+    with pytest.raises(DataError, match=says):
+        dataset[0]
+    with pytest.raises(DataError, match=says):
+        dataset.measure(0)
+
+
+def test_an_instruction_may_be_one_text(run: Path, tmp_path: Path) -> None:
+    dataset = rows_of(run, tmp_path, {"image_list": ["0.png", "1.png"], "instruction_list": ["turn it"]})
+    for epoch in range(5):
+        assert "<|im_start|>turn it<|im_end|>" in dataset.processor.decode(dataset.item(0, epoch)["input_ids"])
+
+
+def rows_of(run: Path, folder: Path, row: dict[str, Any]) -> Any:
+    """One row that names pictures of the run."""
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    basic = "data.dataset_param.basic_parameters"
+    return built_rows(run, f"{basic}.dataset={folder / 'rows.jsonl'}", f"{basic}.on_bad_sample=skip",
+                      f"{basic}.max_bad_fraction=1.0")  # fmt: skip
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

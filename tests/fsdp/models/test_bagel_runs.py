@@ -94,6 +94,10 @@ def test_adapters_of_one_set_leave_the_other_alone(run: Path, tmp_path: Path) ->
     assert changed == {f"{name}.weight" for name in expected}
 
 
+GRPO = ["posttrain.method=grpo", "posttrain.grpo.num_generations=2", "posttrain.rewards=[{name: exact_match}]",
+        "data.dataset_param.basic_parameters.stage=prompt"]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -102,6 +106,7 @@ def test_adapters_of_one_set_leave_the_other_alone(run: Path, tmp_path: Path) ->
         (["parallel.tensor_parallel_size=2"], "not built for models that answer and draw"),
         (["parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2"], "cannot be cut into stages"),
         (["posttrain.method=dpo", "data.dataset_param.basic_parameters.stage=rm"], "for these rows"),
+        (GRPO, "'grpo' is not in this version for a unified model"),
         (["features.loss_cfg.loss_type=raw"], "models that answer and draw"),
         (["training.diffusion.shift=resolution"], "a shift of generators"),
         (["training.diffusion.caption_dropout=0.1"], "text_cond_dropout_prob"),

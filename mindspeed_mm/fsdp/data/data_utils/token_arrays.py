@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mindspeed_mm.core.batch import LATENT
 from mindspeed_mm.core.errors import DataError
 
 _WAY_OUT = (
@@ -38,6 +39,24 @@ class TokenArrays(NamedTuple):
     """(L,), how much the loss of each token counts; None: all alike."""
     beside: dict[str, np.ndarray]
     """Those of `BESIDE` that it has, (L,) int64."""
+
+    @property
+    def is_drawn(self) -> np.ndarray:
+        """(L,) bool, True at latents that a model is trained to denoise."""
+        return drawn_latents(self.beside.get("part_ids"), self.beside.get("token_kinds"), self.ids)
+
+
+def drawn_latents(part_ids: Any, token_kinds: Any, ids: Any) -> Any:
+    """Where latents stand that a model is trained to denoise, bool in the shape of `ids`; arrays or tensors alike.
+
+    Args:
+        part_ids: As of a batch; None: nothing is drawn.
+        token_kinds: As of a batch; None: nothing is drawn.
+        ids: Of tokens.
+    """
+    if part_ids is None or token_kinds is None:
+        return ids != ids  # all False, array or tensor
+    return (part_ids < 0) & (token_kinds == LATENT)
 
 
 def token_arrays(sample: Any) -> TokenArrays:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config, SiglipVisionConfig
 
+from mindspeed_mm.fsdp.models.diffusion.picture_vae import FLUX_LATENTS
+
 _LAYER = "Qwen2MoTDecoderLayer"
 
 
@@ -53,7 +55,7 @@ class BagelConfig(PreTrainedConfig):
         for key, known in (("qk_norm", True), ("layer_module", _LAYER), ("tie_word_embeddings", False)):
             _check_known(f"llm_config.{key}", getattr(self.llm_config, key, known), known)
         _check_known("vit_config.rope", getattr(self.vit_config, "rope", False), False)
-        self.vae_config = {"z_channels": 16, "downsample": 8} | dict(vae_config or {})
+        self.vae_config = FLUX_LATENTS | dict(vae_config or {})
         self.latent_patch_size, self.max_latent_size = latent_patch_size, max_latent_size
         self.vit_max_num_patch_per_side, self.connector_act = vit_max_num_patch_per_side, connector_act
         self.timestep_shift = timestep_shift
@@ -88,4 +90,4 @@ def _section(given: Any, kind: type[PreTrainedConfig]) -> Any:
 
 def _check_known(key: str, value: object, known: object) -> None:
     if value != known:
-        raise ValueError(f"{key} is {value!r}; known is {known!r}")
+        raise ValueError(f"{key}: {value!r} is not built here, {known!r} is")

@@ -29,6 +29,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from typing_extensions import override
 
+from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.bagel.configuration_bagel import BagelConfig
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
@@ -38,8 +39,6 @@ from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.register import model_register
 
-SEEN, LATENT = 1, 2
-"""In `token_kinds`, where text has 0: the features of a picture that is seen, and the latents of one that is drawn."""
 _FREQUENCIES = 256
 
 
@@ -375,6 +374,8 @@ class BagelForConditionalGeneration(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules: ClassVar[list[str]] = ["BagelDecoderLayer", "BagelVisionLayer"]
     denoises_pictures = keeps_documents_apart = True
+    latent_modules: ClassVar[tuple[str, ...]] = ("_moe_gen", "vae2llm", "llm2vae", "time_embedder")
+    """Parts of the names of modules that latents alone go through; others in layers see the rest of the tokens."""
 
     def __init__(self, config: BagelConfig) -> None:
         super().__init__(config)
@@ -479,7 +480,7 @@ class BagelForConditionalGeneration(PreTrainedModel):
         Args:
             input_ids: (B, L), padded on the right; tokens of pictures are any.
             part_ids: (B, L), as of `visible`; None: all is text.
-            token_kinds: (B, L) 0 for text and the marks around pictures, `SEEN`, `LATENT`.
+            token_kinds: (B, L) 0 for text and the marks around pictures; otherwise as of `core.batch`.
             position_ids: (B, L); all tokens of a picture have one.
             pixel_values: As of `get_image_features`, of the pictures in order of place.
             image_grid_thw: As of `get_image_features`.

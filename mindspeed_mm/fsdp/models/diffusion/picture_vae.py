@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
 DIFFUSERS_FOLDER = "vae"
+FLUX_LATENTS = {"z_channels": 16, "downsample": 8}
+"""Numbers of a latent, and pixels along its side, as models take them that say nothing else."""
 _SCALE, _SHIFT = 0.3611, 0.1159
 """Of FLUX's latents."""
 
@@ -71,6 +73,31 @@ class PictureVAE:
         raw_latents = unscaled(self._vae, latents.to(self._device, self._dtype)[None])
         pixels: torch.Tensor = self._vae.decode(raw_latents).sample[0]
         return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).to(torch.uint8).cpu()
+
+
+def write_small_vae(folder: Path, channels: int, downsample: int) -> None:
+    """Write a VAE with random weights and few features into a model's folder: for runs that are compared with one
+    another, where pictures are as large as ever.
+
+    Args:
+        folder: Of the model.
+        channels: Of a latent.
+        downsample: Pixels along a side of a latent, a power of two.
+    """
+    from diffusers import AutoencoderKL
+
+    levels = downsample.bit_length()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=(4,) * levels,
+            norm_num_groups=2,
+            latent_channels=channels,
+            mid_block_add_attention=False,
+        )
+    vae.save_pretrained(folder / DIFFUSERS_FOLDER)
 
 
 def load_vae(folder: Path) -> Any:

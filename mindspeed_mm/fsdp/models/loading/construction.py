@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.loading.part import check_parts, pass_over_others, trained_config
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
+from mindspeed_mm.fsdp.params.cards import id_in_folder
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 from mindspeed_mm.fsdp.utils.plugins import call_plugin
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -42,14 +43,21 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
         model_class = native_class(config, folder, trust_remote_code=trusted)
         _check_trains(model_class, config, folder)
         return model_class, config
-    entry = model_register.get(model_args.model_id)
-    model_class = entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
+    model_class = _registered(model_args.model_id)
     if not is_transformers(model_class) and not _has_config(model_args):
         return model_class, model_args
     folder = require_folder(model_args.model_name_or_path)
     config = load_model_config(folder, trust_remote_code=trusted, plugin_class=model_class)
+    model_id = id_in_folder(model_args.model_id, attribute_at(config, "model_type"))
+    if model_id != model_args.model_id:
+        model_class = _registered(model_id)
     _check_fits(model_class, config, model_args)
     return model_class, config
+
+
+def _registered(model_id: str) -> Any:
+    entry = model_register.get(model_id)
+    return entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
 
 
 def _check_trains(model_class: type, config: object, folder: Path) -> None:

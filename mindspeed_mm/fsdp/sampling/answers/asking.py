@@ -91,6 +91,16 @@ class RowsView:
         return formats[0] if len(set(formats)) == 1 else attr
 
 
+def check_answers_rows(folder: Path) -> None:
+    """Raise `ModelFolderError` for a model that is asked part by part, one prompt at a time."""
+    if kind_of_folder(folder) is UNIFIED:
+        raise ModelFolderError(
+            "it answers and draws, which is built for one prompt at a time",
+            where=str(folder),
+            way_out="Ask it by mm infer MODEL --prompt TEXT, with --image and --draw.",
+        )
+
+
 class QuestionEncoder:
     """Encodes questions as training encoded the conversations that it learned from.
 
@@ -103,12 +113,7 @@ class QuestionEncoder:
     """
 
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
-        if kind_of_folder(folder) is UNIFIED:
-            raise ModelFolderError(
-                "it answers and draws, which is built for one prompt at a time",
-                where=str(folder),
-                way_out="Ask it by mm infer MODEL --prompt TEXT, with --image and --draw.",
-            )
+        check_answers_rows(folder)
         param = with_view((view or RowsView(DatasetParam())).param, folder)
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
         # A run may come from somebody else: that its configuration trusted a folder's code is no word of who asks now.

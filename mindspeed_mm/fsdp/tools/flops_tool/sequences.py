@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, LATENT, Batch
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -134,11 +134,15 @@ class _DecoderParts:
     hearing: tuple[str, ...]
     vision: VisionLengths | None
     sound: SoundLengths | None
+    of_latents: tuple[str, ...] = ()
+    """Parts of the names of modules that latents of pictures go through, and no other tokens."""
 
     def of(self, name: str) -> str:
         """See `Sequences.of`. The order of the questions counts: a head may be inside the decoder."""
         if _is_in(name, self.head):
             return self.head_sequence
+        if any(part in name for part in self.of_latents):
+            return units.LATENT_TOKENS
         for tower in (*self.hearing, *self.seeing):
             if name.startswith(f"{tower}."):
                 return self._of_tower(tower, name.removeprefix(f"{tower}."))
@@ -164,6 +168,10 @@ class _DecoderParts:
     def lengths(self, batch: Batch) -> dict[str, list[int]]:
         """Return the lengths of a batch's sequences, by the name of the sequence."""
         found = _text_lengths(batch, "input_ids", "attention_mask")
+        if self.of_latents:
+            latents = _latents_of(batch, found[units.TEXT])
+            others = [whole - part for whole, part in zip(found[units.TEXT], latents, strict=True)]
+            found |= {units.TEXT: others, units.LATENT_TOKENS: latents}
         if self.vision is not None:
             found |= self.vision(batch)
         if self.sound is not None:
@@ -182,7 +190,11 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
         sound = SoundLengths.of(model.get_submodule(hearing[0]))
     if seeing:
         vision = vision_lengths(model)
-    parts = _DecoderParts(head, head_sequence, _decoder_name(model), tuple(seeing), tuple(hearing), vision, sound)
+    of_latents = setting_of(model, tuple, "latent_modules") or ()
+    if of_latents and head_sequence == units.TEXT:
+        head_sequence = f"{units.TEXT}+{units.LATENT_TOKENS}"  # it goes over all tokens
+    towers = (tuple(seeing), tuple(hearing))
+    parts = _DecoderParts(head, head_sequence, _decoder_name(model), *towers, vision, sound, of_latents)
     return Sequences(parts.of, parts.lengths, sides=tuple(kinds), sound=sound)
 
 
@@ -272,6 +284,23 @@ def _rows(batch: Batch, ids: str, mask: str) -> list[int]:
     if not isinstance(tokens, torch.Tensor):
         return []
     return [tokens.shape[-1]] * tokens.shape[0]
+
+
+def _latents_of(batch: Batch, documents: list[int]) -> list[int]:
+    """How many tokens of each document are latents.
+
+    Args:
+        batch: On the host.
+        documents: Tokens of each.
+    """
+    kinds = batch.get("token_kinds")
+    if kinds is None:
+        return [0] * len(documents)
+    if "cu_seq_lens_q" not in batch:
+        rows: list[int] = (kinds == LATENT).sum(dim=-1).tolist()
+        return rows
+    pieces = kinds[0, : sum(documents)].split(documents)
+    return [int((piece == LATENT).sum()) for piece in pieces]
 
 
 def blocks_of(name: str) -> Iterator[int]:

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -98,7 +99,10 @@ class Simulation(TorchDispatchMode):
             function, args = _REWRITTEN[function](function, (*args, *kwargs.values()))
             kwargs = {}
         with self._fake:
-            outputs = function(*args, **kwargs)
+            stays = _written_or_viewed(function)
+            read = {name: arg if name in stays else _without_numbers(arg) for name, arg in kwargs.items()}
+            args = tuple(arg if place in stays else _without_numbers(arg) for place, arg in enumerate(args))
+            outputs = function(*args, **read)
         return _with_plausible_numbers(function, args, outputs)
 
     def fake_parameters(
@@ -218,6 +222,26 @@ class Simulation(TorchDispatchMode):
             yield
         finally:
             self.category = before
+
+
+@cache
+def _written_or_viewed(function: OpOverload) -> frozenset[int | str]:
+    """Places and names of the arguments that an operator writes into, or returns a view of."""
+    found = set[int | str]()
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None:
+            found |= {place, argument.name}
+    return frozenset(found)
+
+
+def _without_numbers(value: object) -> object:
+    """Real tensors, also in a list, as fake ones. Among fake tensors alone torch knows an operator's result from the
+    last time; a real one it would describe anew, and find the result anew."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_numbers, value))
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:

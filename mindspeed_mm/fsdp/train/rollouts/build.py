@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.checkpoint.adapters import save_merged_hf
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
@@ -112,9 +112,14 @@ def check_prompts(arguments: Arguments, dataset: MMDataset) -> None:
 PROMPTS_OF_KINDS = {
     LANGUAGE: "Set huggingface, for rows of conversations, or with a prompt and a solution.",
     GENERATOR: "Set generation_prompts, and name a .txt or .json file of prompts.",
+    UNIFIED: "Leave posttrain.method out: such models are trained on answers and pictures.",
 }
 """Kind of model → where it finds prompts."""
-MADE_BY_KINDS: dict[ModelKind, Literal["texts", "pictures"]] = {LANGUAGE: "texts", GENERATOR: "pictures"}
+MADE_BY_KINDS: dict[ModelKind, Literal["texts", "pictures"]] = {
+    LANGUAGE: "texts",
+    GENERATOR: "pictures",
+    UNIFIED: "texts",
+}
 """Kind of model → what it makes of prompts."""
 
 

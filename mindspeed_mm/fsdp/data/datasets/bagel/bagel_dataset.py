@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, Problem, told_as
 from mindspeed_mm.core.json_file import parse_json, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
@@ -123,8 +124,9 @@ class BagelDataset(MMDataset):
         row = TokenRow(self._marks, seed)
         parts = self._parts_of(index, chance)
         pictures = sum(part.kind == "seen" for part in parts)
-        for part in parts:
-            self._add(row, part, pictures, leaves_out=part.may_drop and chance.random() < self._dropout[part.kind])
+        with told_as(partial(_at, place)):
+            for part in parts:
+                self._add(row, part, pictures, leaves_out=part.may_drop and chance.random() < self._dropout[part.kind])
         arrays = row.arrays()
         if not any(row.counts) and not any(row.drawn):
             raise NothingTrainedError(
@@ -142,7 +144,8 @@ class BagelDataset(MMDataset):
             if part.kind == "text":
                 tokens += len(self._ids_of(part.content)) + 2
                 continue
-            header: Any = self.media.probe("image", part.content)
+            with told_as(partial(_at, self.place(index))):
+                header: Any = self.media.probe("image", part.content)
             rule = self._seen_size if part.kind == "seen" else self._latent_size
             own = _tokens(rule(header.height, header.width, pictures if part.kind == "seen" else 1), rule.stride)
             tokens += own + 2
@@ -328,6 +331,11 @@ def _check_settings(basic: BasicParameters) -> None:
 # --- rows of the published layouts ------------------------------------------------------------------------------------
 
 
+def _at(place: RowLocation, problem: Problem) -> Problem:
+    """A problem of a picture, with the row that names it."""
+    return replace(problem, where=problem.where or str(place))
+
+
 def _placed_parts(sample: Sample) -> list[RowPart]:
     try:
         return parts_of_sample(sample)
@@ -358,13 +366,13 @@ def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random |
 def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> list[RowPart]:
     """A stretch of a chain of edits: its first picture, then an instruction and the picture that it made, once or
     twice; or the instructions of two edits together, and the last picture. Without chance the whole chain."""
-    pictures, told = list(row["image_list"]), [list(each) for each in row["instruction_list"]]
+    pictures, told = _list_of(row["image_list"]), [_texts(each) for each in _list_of(row["instruction_list"])]
     if len(pictures) < 2 or len(told) < len(pictures) - 1 or not all(told):
         raise DataError(
             f"{len(pictures)} pictures and {len(told)} instructions are no chain of edits",
             where=str(place),
             key="image_list",
-            way_out="Give one picture more than instructions, and at least two.",
+            way_out="Give at least two pictures, and one or several texts for each but the first.",
         )
     first, last, joins = 0, len(pictures) - 1, False
     if chance is not None:
@@ -382,6 +390,17 @@ def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | No
     for text, picture in zip(said, pictures[first + 1 : last + 1], strict=True):
         parts += [RowPart("text", text), RowPart("drawn", picture)]
     return parts
+
+
+def _list_of(value: object) -> list[Any]:
+    """A column of a row as a list; what is none is empty."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
+
+
+def _texts(value: object) -> list[str]:
+    """The ways to say one instruction, which may be one text; none where something else is among them."""
+    texts = [value] if isinstance(value, str) else _list_of(value)
+    return texts if all(isinstance(text, str) and text.strip() for text in texts) else []
 
 
 def _tokens(size: tuple[int, int], stride: int) -> int:

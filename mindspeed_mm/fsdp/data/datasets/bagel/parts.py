@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.core.batch import IGNORED_LABEL
+from mindspeed_mm.core.batch import IGNORED_LABEL, LATENT, SEEN
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Sample
 from mindspeed_mm.fsdp.models.diffusion.picture_tokens import patchified
 
 PartKind = Literal["text", "seen", "given", "drawn"]
-SEEN, LATENT = 1, 2
 
 
 class RowPart(NamedTuple):
