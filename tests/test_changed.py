@@ -19,7 +19,7 @@ from tests import changed
             "mindspeed_mm/fsdp/models/hunyuan_video_1_5/__init__.py",
             "tests/families/test_generators.py",
         ),
-        ("mindspeed_mm/pretrain_omni.py", "tests/test_entries.py"),
+        ("mindspeed_mm/finetune_ocr.py", "tests/test_entries.py"),
         ("tests/helpers/hostile.py", "tests/core/test_outbound.py"),
         ("docs/data.md", "tests/test_readme.py"),
         ("tests/test_words.py", "tests/test_words.py"),

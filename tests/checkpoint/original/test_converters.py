@@ -126,7 +126,8 @@ def test_a_wrong_converter_subcommand_or_version_names_the_right_one(tmp_path: P
             ["OpenSoraPlanConverter", "--version", "v1.3", "hf_to_mm"],
             "holds CogVideoX, and OpenSoraPlanConverter takes",
         ),
-        (["StepVideoConverter", "hf_to_mm"], "is planned"),
+        (["StepVideoConverter", "hf_to_mm"], "holds CogVideoX, and StepVideoConverter takes Step-Video"),
+        (["OpenSoraConverter", "hf_to_mm"], "is planned"),
     ):
         with pytest.raises(MMError, match=message):
             run([*words, *flags])
