@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core.artifacts import atomic_write_text
-from mindspeed_mm.core.drafts import remove_dead_files
+from mindspeed_mm.core.drafts import draft_file
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_medium_file, check_output_place
 
@@ -48,15 +48,24 @@ def test_a_draft_that_another_process_takes_for_left_over_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the moment when a draft is there and the moment when it is locked, it looks like one of a killed
-    process."""
-    real, removed = fcntl.flock, list[str]()
+    process: another one may hold the lock, and take the file away a little later."""
+    real, others = fcntl.flock, list[threading.Timer]()
 
     def late(descriptor: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", real)
-        removed.extend(remove_dead_files(tmp_path))
+        (seen,) = tmp_path.iterdir()
+        held = seen.open("rb")
+        real(held, fcntl.LOCK_EX)
+
+        def remove() -> None:
+            seen.unlink()
+            held.close()
+
+        others.append(threading.Timer(0.2, remove))
+        others[0].start()
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    atomic_write_text(tmp_path / "a.txt", "whole")
-    assert len(removed) == 1 and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-    assert (tmp_path / "a.txt").read_text() == "whole"
+    with draft_file(tmp_path) as draft:
+        others[0].join()
+        assert draft.exists()
