@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,11 @@ _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOU
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
+_OF_PROCESSOR = (
+    *("*processor_config.json", "processing_*.py", "*_processing_*.py", "chat_template.*", "additional_chat_templates"),
+    *("tokenizer.*", "tokenizer_config.json", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json"),
+    *("merges.txt", "vocab.*", "tekken.json", "*.model", "*.tiktoken", "*.bpe"),
+)
 _ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
 """The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
 
@@ -241,6 +248,30 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     if dtype is not None:
         (folder / "config.json").write_text(config_text(folder, dtype))
     return list(assets)
+
+
+def replace_processor(source: Path, folder: Path) -> None:
+    """Exchange the tokenizer, the processor and the chat templates of a folder for those of another.
+
+    Args:
+        source: A folder with a processor; it need not hold a configuration of a model.
+        folder: A model's, written as a draft.
+
+    Raises:
+        ModelFolderError: Something leads out of the source; see `check_links`.
+    """
+    for path in [*folder.iterdir()]:
+        if _is_of_processor(path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in sorted(source.iterdir()):
+        if _is_of_processor(path) and _is_asset(path):
+            if path.is_dir():
+                check_links(path, deep=True)
+            copy_plain(path, folder / path.name)
+
+
+def _is_of_processor(path: Path) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in _OF_PROCESSOR)
 
 
 def config_text(folder: Path, dtype: torch.dtype) -> str:

@@ -83,6 +83,8 @@ def test_a_model_of_words_and_pictures(
     said = mm("export", "run", "exported")
     assert said.code == 0, said.err
     assert json.loads(Path("exported/config.json").read_text())["model_type"] == "qwen2_5_vl"
+    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
+        assert Path("exported", name).read_bytes() == Path("processor", name).read_bytes(), name
     model["text_decoder"]["ffn_hidden_size"] = 80
     write("model.json", model)
     capsys.readouterr()

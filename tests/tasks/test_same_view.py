@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
@@ -283,3 +284,25 @@ def test_that_a_run_trusted_a_folders_code_is_not_taken_over(tmp_path: Path, mon
     param = DatasetParam.model_validate({"preprocess_parameters": {"trust_remote_code": True}})
     QuestionEncoder(tmp_path, RowsView(param))
     assert asked == [False]
+
+
+def test_a_trained_folder_has_the_processor_that_made_its_rows(tmp_path: Path) -> None:
+    for name in ("base", "other"):
+        FAMILIES["qwen3_vl"].build().save_pretrained(tmp_path / name)
+    (tmp_path / "base/chat_template.jinja").write_text("of the base")
+    other = tmp_path / "other"
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((other / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages }}"}
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "config.json").unlink(missing_ok=True)
+    trained = shutil.copytree(tmp_path / "base", tmp_path / "trained")
+    (trained / "config.json").write_text("{}")
+    (trained / "training_view.json").write_text("of the base")
+    param = DatasetParam.model_validate({"preprocess_parameters": {"model_name_or_path": str(other)}})
+    view_writer(param, tmp_path / "base")(trained)
+    assert AutoTokenizer.from_pretrained(trained).chat_template == "{{ messages }}"
+    assert (trained / "config.json").read_text() == "{}"
+    assert not (trained / "chat_template.jinja").exists() and not (trained / "training_view.json").exists()
+    same = DatasetParam.model_validate({"preprocess_parameters": {"model_name_or_path": f"{tmp_path}/base/."}})
+    view_writer(same, tmp_path / "base")(kept := shutil.copytree(tmp_path / "base", tmp_path / "kept"))
+    assert (kept / "chat_template.jinja").read_text() == "of the base"

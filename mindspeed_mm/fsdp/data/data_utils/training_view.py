@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mindspeed_mm.checkpoint.hf_folder import replace_processor
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import parse_json
@@ -326,14 +327,23 @@ def view_writer(dataset_param: DatasetParam, model_folder: Path, *, only_templat
     """What adds a run's view to the folder of its model.
 
     Args:
-        dataset_param: The run's; a plugin's data set decides itself how rows look: only the tokens that are added to
-            the tokenizer are written for it.
+        dataset_param: The run's, with the folder of its processor. A plugin's data set decides itself how rows look:
+            only the tokens that are added to the tokenizer are written for it.
         model_folder: What training started from.
         only_template: The folder is one of adapters, without a processor whose settings could be changed.
     """
     if dataset_param.dataset_type != BUILT_IN:
         return partial(_write_of_plugin, dataset_param, model_folder, only_template)
-    return partial(_write, with_view(dataset_param, model_folder), model_folder, only_template)
+    rows_folder = _read_rows_with(dataset_param.preprocess_parameters, model_folder)
+    return partial(_write, with_view(dataset_param, rows_folder), model_folder, rows_folder, only_template)
+
+
+def _read_rows_with(preprocess: PreprocessParameters, model_folder: Path) -> Path:
+    """The folder whose processor made the rows: another than the model's where the run named one that is there."""
+    named = preprocess.model_name_or_path
+    if named is None or not Path(named).is_dir() or Path(named).samefile(model_folder):
+        return model_folder
+    return Path(named)
 
 
 def view_of_adapters(folder: Path) -> DatasetParam:
@@ -349,7 +359,7 @@ def view_of_adapters(folder: Path) -> DatasetParam:
 def _write_of_plugin(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
     """Of a run whose rows were made by a data set of their own."""
     preprocess = param.preprocess_parameters
-    _write_tokens(preprocess, model_folder, only_template, draft)
+    _write_tokens(preprocess, model_folder, model_folder, only_template, draft)
     plugins = _plugins_of(param, None)
     if plugins:
         _store_view(draft, {}, plugins)
@@ -360,15 +370,19 @@ def _store_view(draft: Path, view: View, plugins: Mapping[str, object]) -> None:
     (draft / VIEW_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
-    is_given = any(view_of(param).values()) or (model_folder / VIEW_FILE).is_file()
+def _write(param: DatasetParam, model_folder: Path, rows_folder: Path, only_template: bool, draft: Path) -> None:
+    is_apart = rows_folder != model_folder
+    if is_apart and not only_template:
+        (draft / VIEW_FILE).unlink(missing_ok=True)
+        replace_processor(rows_folder, draft)
+    is_given = any(view_of(param).values()) or (rows_folder / VIEW_FILE).is_file()
     basic, has_plugins = param.basic_parameters, bool(MM_PLUGINS.loaded())
-    if not (is_given or has_plugins or basic.template or basic.chat_template or basic.default_system):
+    if not (is_apart or is_given or has_plugins or basic.template or basic.chat_template or basic.default_system):
         return
     preprocess = param.preprocess_parameters
-    processor = view_processor(model_folder, preprocess)
+    processor = view_processor(rows_folder, preprocess)
     plugins = _plugins_of(param, processor)
-    _write_tokens(preprocess, model_folder, only_template, draft)
+    _write_tokens(preprocess, model_folder, rows_folder, only_template, draft)
     if is_given or plugins:
         _store_view(draft, told_view(param), plugins)
     if not only_template:
@@ -379,7 +393,9 @@ def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: 
         _write_template(draft, processor, param)
 
 
-def _write_tokens(preprocess: PreprocessParameters, model_folder: Path, only_template: bool, draft: Path) -> None:
+def _write_tokens(
+    preprocess: PreprocessParameters, model_folder: Path, rows_folder: Path, only_template: bool, draft: Path
+) -> None:
     """The tokenizer with the tokens that were added to it, and the number of rows that the model has for them. A folder
     of adapters gets the tokenizer, as PEFT's have it, and no configuration."""
     tokens, special = preprocess.add_tokens, preprocess.add_special_tokens
@@ -390,11 +406,11 @@ def _write_tokens(preprocess: PreprocessParameters, model_folder: Path, only_tem
         return
     if only_template:
         for name in _TOKENIZER_SETTINGS:
-            if (model_folder / name).is_file():
-                copy_plain(model_folder / name, draft / name)
+            if (rows_folder / name).is_file():
+                copy_plain(rows_folder / name, draft / name)
     else:
         write_rows_in_config(draft, model_folder, added)
-    processor = view_processor(model_folder, preprocess)
+    processor = view_processor(rows_folder, preprocess)
     _write_tokenizer(draft, processor)
     listed = _read(draft / "tokenizer_config.json")
     if "added_tokens_decoder" in listed:  # of older versions of transformers, which take what it lists
