@@ -85,6 +85,10 @@ def test_a_model_of_words_and_pictures(
     assert json.loads(Path("exported/config.json").read_text())["model_type"] == "qwen2_5_vl"
     for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
         assert Path("exported", name).read_bytes() == Path("processor", name).read_bytes(), name
+    Path("processor").rename("elsewhere")
+    gone = mm("export", "run", "without")
+    assert gone.code == 4 and "processor" in gone.err and not Path("without").exists()
+    Path("elsewhere").rename("processor")
     model["text_decoder"]["ffn_hidden_size"] = 80
     write("model.json", model)
     capsys.readouterr()

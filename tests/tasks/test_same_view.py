@@ -298,11 +298,14 @@ def test_a_trained_folder_has_the_processor_that_made_its_rows(tmp_path: Path) -
     trained = shutil.copytree(tmp_path / "base", tmp_path / "trained")
     (trained / "config.json").write_text("{}")
     (trained / "training_view.json").write_text("of the base")
+    (tmp_path / "adapters").mkdir()
     param = DatasetParam.model_validate({"preprocess_parameters": {"model_name_or_path": str(other)}})
     view_writer(param, tmp_path / "base")(trained)
     assert AutoTokenizer.from_pretrained(trained).chat_template == "{{ messages }}"
     assert (trained / "config.json").read_text() == "{}"
     assert not (trained / "chat_template.jinja").exists() and not (trained / "training_view.json").exists()
+    view_writer(param, tmp_path / "base", only_template=True)(adapters := tmp_path / "adapters")
+    assert view_of_adapters(adapters).basic_parameters.chat_template == str(adapters / "chat_template.jinja")
     same = DatasetParam.model_validate({"preprocess_parameters": {"model_name_or_path": f"{tmp_path}/base/."}})
     view_writer(same, tmp_path / "base")(kept := shutil.copytree(tmp_path / "base", tmp_path / "kept"))
     assert (kept / "chat_template.jinja").read_text() == "of the base"

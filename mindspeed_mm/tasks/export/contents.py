@@ -265,9 +265,21 @@ def _note_on_base(source: ExportSource) -> tuple[str, ...]:
 
 
 def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
-    """What adds the run's view of its rows; None where its configuration was not kept, and for generators."""
+    """What adds the run's view of its rows; None where its configuration was not kept, and for generators.
+
+    Raises:
+        ModelFolderError: The processor lay in a folder of its own, which is gone.
+    """
     if source.arguments is None or not source.kind.has_tokens:
         return None
+    named = source.arguments.data.dataset_param.preprocess_parameters.model_name_or_path
+    is_apart = named not in (None, source.arguments.model.model_name_or_path)
+    if named is not None and is_apart and not source.is_told and not Path(named).is_dir():
+        raise ModelFolderError(
+            "the folder whose processor the run read its rows with no longer exists",
+            where=named,
+            way_out="Put it back, or name a model folder that has this processor: --model FOLDER.",
+        )
     return view_writer(source.arguments.data.dataset_param, source.model_folder, only_template=only_template)
 
 

@@ -390,7 +390,7 @@ def _write(param: DatasetParam, model_folder: Path, rows_folder: Path, only_temp
         if preprocess.fix_mistral_regex:
             _write_tokenizer(draft, processor)
     if param.basic_parameters.stage != "pretrain":
-        _write_template(draft, processor, param)
+        _write_template(draft, processor, param, is_of_base=not (is_apart and only_template))
 
 
 def _write_tokens(
@@ -431,10 +431,11 @@ def _write_tokenizer(draft: Path, processor: Processor) -> None:
         backend.save(str(draft / "tokenizer.json"))
 
 
-def _write_template(draft: Path, processor: Processor, param: DatasetParam) -> None:
+def _write_template(draft: Path, processor: Processor, param: DatasetParam, *, is_of_base: bool) -> None:
+    """The template of the rows, unless it is the processor's own, and that of the folder or of the adapters' base."""
     template = build_template(processor, param.basic_parameters)
     source = chat_template_of_view(template.source, template.enable_thinking)
-    if source == own_template(processor):
+    if is_of_base and source == own_template(processor):
         return
     (draft / TEMPLATE_FILE).write_text(source, encoding="utf-8")
     (draft / "chat_template.json").unlink(missing_ok=True)
