@@ -15,7 +15,7 @@ import pytest
 from mindspeed_mm.core import kept_hashes
 from mindspeed_mm.core.garbage import freeze_for_good
 from tests.helpers.rank_server import serve_from_a_copy
-from tests.helpers.registered import registered_outside
+from tests.helpers.registered import forgetting
 from tests.helpers.threads import collect_rarely, collect_when_many
 
 
@@ -51,13 +51,11 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_plugin_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_plugin_stays() -> Iterator[None]:
     """What a file's tests register is gone after them: a plugin changes what an export reads, and which files run
     before is chance."""
-    before = registered_outside()
-    yield
-    left = sorted(registered_outside() - before)
-    assert not left, f"{request.node.name} leaves registered: {left}"
+    with forgetting():
+        yield
 
 
 def pytest_runtest_teardown() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _REGISTRIES = {
@@ -14,16 +16,37 @@ _REGISTRIES = {
 }
 
 
-def registered_outside() -> set[str]:
-    """`registry.name` of every entry that is not the package's; nothing of registries that nobody imported yet."""
-    found = set()
-    for module, registries in _REGISTRIES.items():
-        for registry in registries if module in sys.modules else ():
-            entries = getattr(sys.modules[module], registry)._entries
-            found |= {f"{registry}.{name}" for name, entry in entries.items() if not _is_own(entry)}
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """Take out what was registered within the `with` block, and the modules that did it: imported again, they do it
+    again."""
+    entries, modules = set(_registered_outside()), set(sys.modules)
+    yield
+    for (room, registry, name), entry in _registered_outside().items():
+        if (room, registry, name) not in entries:
+            getattr(sys.modules[room], registry)._entries.pop(name)
+            getattr(sys.modules[room], registry)._config_keys.pop(name, None)
+            _forget_modules(_made_in(entry), modules)
+
+
+def _registered_outside() -> dict[tuple[str, str, str], Any]:
+    """Module, registry and name of every entry that is not the package's; nothing of registries that nobody imported
+    yet."""
+    found = {}
+    for room, registries in _REGISTRIES.items():
+        for registry in registries if room in sys.modules else ():
+            for name, entry in getattr(sys.modules[room], registry)._entries.items():
+                if not _made_in(entry).startswith("mindspeed_mm."):
+                    found[room, registry, name] = entry
     return found
 
 
-def _is_own(entry: Any) -> bool:
-    made_by = entry if hasattr(entry, "__qualname__") else type(entry)
-    return str(made_by.__module__).startswith("mindspeed_mm.")
+def _made_in(entry: Any) -> str:
+    return str((entry if hasattr(entry, "__qualname__") else type(entry)).__module__)
+
+
+def _forget_modules(name: str, but: Collection[str]) -> None:
+    package = name if name.startswith("tests.") else name.partition(".")[0]
+    for module in {*sys.modules} - {*but}:
+        if module == package or module.startswith(f"{package}."):
+            del sys.modules[module]

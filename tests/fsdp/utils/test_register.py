@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from mindspeed_mm.fsdp.utils import register
 from mindspeed_mm.fsdp.utils.register import Registry, data_register, model_register
+from tests.helpers.registered import forgetting
 
 _ASK_EACH = """
 import os, sys, traceback
@@ -67,3 +69,18 @@ class _Recording:
     def register(self, name: str):  # type: ignore[no-untyped-def]
         self._calls.append("imported")
         return self._registry.register(name)
+
+
+def test_what_a_file_of_tests_registers_is_forgotten_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_register.register("kept of tests")(object())
+    (tmp_path / "rows_of_tests.py").write_text(
+        "from mindspeed_mm.fsdp.utils.register import data_register\n"
+        "@data_register.register('left of tests', keys={'sort': 1})\nclass Rows: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        with forgetting():
+            importlib.import_module("rows_of_tests")
+            assert "left of tests" in data_register
+        assert "left of tests" not in data_register and not data_register.config_keys("left of tests")
+    assert "kept of tests" in data_register
