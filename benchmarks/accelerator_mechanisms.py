@@ -40,8 +40,8 @@ from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary  # 
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
-from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points  # noqa: E402
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec  # noqa: E402
+from mindspeed_mm.fsdp.models.structure.stages import find_cut_points  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare  # noqa: E402

@@ -85,8 +85,6 @@ KEPT_APART = {
         "fsdp.data.datasets.qwen3omni_talker.layout",
         "fsdp.distributed.job.interfaces",
         "fsdp.loss.drawn_pictures",
-        "fsdp.models.behaviour.segmented_mixer",
-        "fsdp.models.ltx2.mel_spectrum",
         "fsdp.ops.context_attention.ring",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.cosyvoice3.talking",

@@ -14,8 +14,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
 
-from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow  # noqa: E402
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow, FlowSizes  # noqa: E402
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM  # noqa: E402
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes  # noqa: E402
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402

@@ -25,8 +25,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor, MeanRows
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem, told_as
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, trained_config
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer, holds_tokens
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, name_of, weight_of
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective
-from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference

@@ -35,7 +35,7 @@ from mindspeed_mm.fsdp.distributed.tensor.sequence import (
 from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.models.structure.stages import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 

@@ -20,10 +20,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.models.diffusion.family_facts import FamilyFolder
 from mindspeed_mm.fsdp.models.diffusion.family_facts import Requirement as Requirement  # plugins take it from here
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode
+from mindspeed_mm.fsdp.models.diffusion.latents import as_bytes, pack, posterior_mode, unpack
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
-from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_bytes
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 

@@ -17,7 +17,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins

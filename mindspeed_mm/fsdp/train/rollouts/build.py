@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import TOO_FEW
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective, PolicyRule
-from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments

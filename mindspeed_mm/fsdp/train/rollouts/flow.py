@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import Dr
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, SdeSteps, TrainedWindow
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out

@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.cosyvoice3_release import CAMPPLUS, SAVED_VOICES, S
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import FlowSizes
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference
 
 LONGEST_S = 30

@@ -18,12 +18,10 @@ from mindspeed_mm.checkpoint.cosyvoice3_release import FLOW, VOCODER
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow, FlowSizes
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config
-from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, load_pretrained
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import Guide, Listener
