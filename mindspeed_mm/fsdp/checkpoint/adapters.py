@@ -52,8 +52,8 @@ from mindspeed_mm.fsdp.models.lora.names import (
     split_adapter_weight,
 )
 from mindspeed_mm.fsdp.models.structure.stages import whole_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 def save_adapters(

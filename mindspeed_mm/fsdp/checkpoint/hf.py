@@ -38,8 +38,8 @@ from mindspeed_mm.fsdp.models.loading.folder import kept_beside
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
 from mindspeed_mm.fsdp.models.structure.stages import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

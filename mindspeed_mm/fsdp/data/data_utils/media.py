@@ -40,7 +40,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, Sample, options_of
 from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 DEFAULT_SAMPLING_RATE = 16000
 """Sampling rate of audio in Hz, where neither the configuration nor the processor says."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
+from mindspeed_mm.fsdp.ops.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
 
 
 class TensorRanks(AxisRanks):

@@ -162,7 +162,7 @@ class DiffusionAdapter(FamilyFolder):
         return {}
 
     def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
-        """Features of a caption from a file of Lightricks' trainer (`feature_store/precomputed.py`), for the families
+        """Features of a caption from a file of Lightricks' trainer (`feature_store/legacy.py`), for the families
         that it trains.
 
         Args:

@@ -23,11 +23,17 @@ from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, Provided, name_of
-from mindspeed_mm.fsdp.train.provider.front import ModelFront
-from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, SaveLineHook, TestSetHook
-from mindspeed_mm.fsdp.train.provider.live import LIVE
+from mindspeed_mm.fsdp.train.provider.hooks import (
+    ArgumentsHook,
+    MegatronSaves,
+    ReportHook,
+    SaveLineHook,
+    TestSetHook,
+    division_of,
+    why_not,
+)
+from mindspeed_mm.fsdp.train.provider.live import LIVE, ModelFront
 from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
-from mindspeed_mm.fsdp.train.provider.megatron_saves import MegatronSaves, division_of, why_not
 from mindspeed_mm.fsdp.train.provider.objective import PerTokenForwardBackward, ProviderObjective
 from mindspeed_mm.fsdp.train.run.data import Pass, RunData, RunLoader
 from mindspeed_mm.fsdp.train.run.job import Job

@@ -20,7 +20,7 @@ from PIL import Image
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -24,10 +24,17 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     drawn_view,
     repeated_id,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.media_marks import HeaderCache, MediaMarks
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import (
+    HeaderCache,
+    MediaMarks,
+    doubled_note,
+    rates_note,
+    scaling_notes,
+    stills_note,
+)
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
     MediaHeader,
+    SampleDescription,
     is_video,
     media_pixels,
     probe_media,
@@ -41,7 +48,6 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     media_digest,
     read_rows,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
