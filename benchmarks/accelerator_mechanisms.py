@@ -35,8 +35,8 @@ from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, ini
 from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.sizes import resolve_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402

@@ -85,7 +85,6 @@ KEPT_APART = {
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.talking",
         "fsdp.tools.intervals",
-        "fsdp.train.rollouts.flow",
     ),
 }
 """Why a module is not part of its only importer, which is beside it and short: reason → modules."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # annotations only: these import torch and the decoders
     from mindspeed_mm.fsdp.data.data_utils.sample import Sample, SampleSize
     from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
     from mindspeed_mm.fsdp.data.datasets.generation.pixels import SampleDescription
-    from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+    from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 
 
 class MMDataset:

@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline, split_into_stages
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import expect_views
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing

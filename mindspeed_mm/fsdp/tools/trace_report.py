@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mindspeed_mm.core.patterns import pattern_of
-from mindspeed_mm.fsdp.tools.intervals import Times
 from mindspeed_mm.fsdp.tools.trace_analysis import (
     COMMUNICATION,
     COMPUTE,
@@ -16,6 +15,7 @@ from mindspeed_mm.fsdp.tools.trace_analysis import (
     IDLE,
     Analysis,
     Seconds,
+    Times,
 )
 
 WORTH_NAMING = 0.1

@@ -15,8 +15,7 @@ import pytest
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.fsdp.tools import trace_report
-from mindspeed_mm.fsdp.tools.intervals import Times
-from mindspeed_mm.fsdp.tools.trace_analysis import SHARES, analyse, analyse_files
+from mindspeed_mm.fsdp.tools.trace_analysis import SHARES, Times, analyse, analyse_files
 from mindspeed_mm.fsdp.tools.trace_columns import TraceFile
 from mindspeed_mm.fsdp.tools.trace_report import bottleneck, summary_lines
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.feature_store.description import Description, check_fits, read_description
+from mindspeed_mm.fsdp.data.feature_store.description import Components, Description, check_fits, read_description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
     FeatureRecord,
@@ -25,7 +25,6 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import (
 )
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder, count_done, read_index, read_skipped
 from mindspeed_mm.fsdp.data.feature_store.legacy import LIST_FILE, LegacyFeatureStore
-from mindspeed_mm.fsdp.data.feature_store.provenance import Components
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"

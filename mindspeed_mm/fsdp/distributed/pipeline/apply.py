@@ -25,8 +25,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_schedul
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import own_sharding
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.stages import KEY, Share, find_cut_points, meta_copy
-from mindspeed_mm.fsdp.ops.stages import RouterPassing
+from mindspeed_mm.fsdp.models.structure.stages import KEY, RouterPassing, Share, find_cut_points, meta_copy
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.model_parts import shared_parameters

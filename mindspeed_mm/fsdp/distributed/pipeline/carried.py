@@ -26,9 +26,9 @@ from mindspeed_mm.fsdp.distributed.pipeline.cut import (
     tensors_among,
 )
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.structure.stages import RouterPassing, StageExit
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
-from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 Shape = tuple[int, ...]

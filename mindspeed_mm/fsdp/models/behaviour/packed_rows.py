@@ -30,8 +30,7 @@ from mindspeed_mm.fsdp.ops.attention import (
 )
 from mindspeed_mm.fsdp.ops.attention_kernels import OF_PACKAGES
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
-from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
-from mindspeed_mm.fsdp.ops.host_values import host_values
+from mindspeed_mm.fsdp.ops.host_values import host_values, outside_graphs
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, name_of
 
 if TYPE_CHECKING:

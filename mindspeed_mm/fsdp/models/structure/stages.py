@@ -1,5 +1,5 @@
-"""Stages of a pipeline: where a model can be cut into stages that run one after the other, and the part that a rank
-holds.
+"""Stages of a pipeline: where a model can be cut into stages that run one after the other, the part that a rank holds,
+how a stage is left, and what routers say across them.
 
 Cut points are data, read off the live model. The part is a model with the names of the whole: modules of other stages
 are replaced by placeholders. What concerns all stages alike (patterns of the plan, parameter groups, keys of a folder)
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -193,3 +193,39 @@ def meta_copy(model: nn.Module) -> nn.Module:
     adapter = facts_of(model).adapter
     memo[id(adapter)] = adapter
     return copy.deepcopy(model, memo)
+
+
+class StageExit(BaseException):
+    """A stage has done its layers. It is no `Exception`: code around a forward pass that catches those lets it by.
+
+    Args:
+        streams: The hidden states that the next layer would be given; of models with several streams all of them.
+    """
+
+    def __init__(self, *streams: Tensor) -> None:
+        super().__init__("the stage ends here")
+        self.streams = streams
+
+
+@dataclass
+class RouterPassing:
+    """Sums over the routers of all stages so far, which travel beside the hidden states of a micro-batch: a term over
+    the layers of all stages is computed by the last one, and its gradients come back the same way."""
+
+    numbers: int
+    """How many there are."""
+    dtype: torch.dtype
+    """fp32 at least: what is counted must stay exact."""
+    received: Tensor | None = None
+    """(numbers,) of the stages in front of the one that runs; None on the first one."""
+    sent: Tensor | None = None
+    """(numbers,) with those of the stage that has run."""
+
+    def leaving(self, like: Tensor) -> Tensor:
+        """What the stage that has run hands on; zeros where its routers were not asked.
+
+        Args:
+            like: A tensor of its device.
+        """
+        sent, self.sent = self.sent, None
+        return torch.zeros(self.numbers, dtype=self.dtype, device=like.device) if sent is None else sent
