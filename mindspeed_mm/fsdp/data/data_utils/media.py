@@ -107,7 +107,7 @@ class MediaLoader:
         self.limits = limits or MediaLimits()
         urls, folders = [], [self.dataset_dir]
         for root in map(str, media_roots):
-            if _is_web(root):
+            if root.lower().startswith(("http://", "https://")):
                 urls.append(root)
             else:
                 folders.append(os.path.realpath(root))
@@ -381,10 +381,6 @@ def decode_data_url(item: str) -> tuple[bytes, str]:
 def names_file(item: str) -> bool:
     """Whether the text of a medium is a path, and neither a URL nor base64."""
     return "\x00" not in item and not _is_remote(item) and not _BASE64.fullmatch(item)
-
-
-def _is_web(root: str) -> bool:
-    return root.lower().startswith(("http://", "https://"))
 
 
 def refuse_remote(item: str, where: str = "") -> None:

@@ -153,7 +153,10 @@ class CarriedDeepstack(Carried):
         if self._features is None:  # no image in this micro-batch
             return tuple(torch.zeros_like(hidden) for _ in range(ahead))
         assert self._places is not None
-        return tuple(_spread(each, self._places, hidden) for each in self._features[self._levels - ahead :])
+        return tuple(
+            torch.zeros_like(hidden).masked_scatter(self._places[..., None], each.to(hidden.dtype))
+            for each in self._features[self._levels - ahead :]
+        )
 
     def _note(self, _module: nn.Module, _args: object, kwargs: Kwargs) -> None:
         self._features, self._places = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
@@ -167,10 +170,6 @@ class CarriedDeepstack(Carried):
         everywhere = torch.ones(self.received[0].shape[:-1], dtype=torch.bool, device=rows.device)
         features = [*passed, *(each.flatten(0, -2) for each in self.received)]
         return args, {**kwargs, "visual_pos_masks": everywhere, "deepstack_visual_embeds": features}
-
-
-def _spread(features: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
-    return torch.zeros_like(hidden).masked_scatter(places[..., None], features.to(hidden.dtype))
 
 
 class Boundary:

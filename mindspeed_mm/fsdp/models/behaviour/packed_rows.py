@@ -160,7 +160,11 @@ def _calls_attention_interface(model: nn.Module) -> bool:
 
 def attention_problems(requested: str | None, model: nn.Module | None = None) -> Iterator[Problem]:
     """Why an attention kernel cannot serve packed rows of a model."""
-    caps = model is not None and _is_of_transformers(model) and _caps_scores(model)
+    caps = (
+        model is not None
+        and _is_of_transformers(model)
+        and bool(attribute_at(model.config.get_text_config(), "attn_logit_softcapping"))
+    )
     if caps and requested != "flash_attention_2":
         yield Problem(
             "the model caps the scores of attention, which 'flash_attention_2' alone does in packed rows",
@@ -174,10 +178,6 @@ def attention_problems(requested: str | None, model: nn.Module | None = None) ->
             key=_ATTENTION_KEY,
             way_out=f"Leave it out, or take one of {', '.join(_KNOW_BORDERS)}.",
         )
-
-
-def _caps_scores(model: PreTrainedModel) -> bool:
-    return bool(attribute_at(model.config.get_text_config(), "attn_logit_softcapping"))
 
 
 def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:

@@ -383,7 +383,9 @@ class RawSource:
             return None
         if not self._geometry.is_video or (row.num_frames == 1 and not is_video(row)):
             return MediaHeader(row.height, row.width)
-        may_move = is_video(row) or isinstance(row.media, bytes) or _suffix(row.media) in _MAY_BE_ANIMATED
+        may_move = (
+            is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix.lower() in _MAY_BE_ANIMATED
+        )
         if not may_move:
             return MediaHeader(row.height, row.width)
         if row.num_frames is None or (row.fps is None and self._needs_rates):
@@ -497,10 +499,6 @@ def _kind(role: str, row: GenerationRow) -> MediaKind:
     if role == SOUND.name:
         return "audio"
     return "video" if is_video(row) else "image"
-
-
-def _suffix(path: str) -> str:
-    return PurePath(path).suffix.lower()
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
