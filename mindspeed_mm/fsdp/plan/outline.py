@@ -25,9 +25,9 @@ from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.plan.speed_facts import speed_facts
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
-from mindspeed_mm.fsdp.utils.plugins import arguments_at_hand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

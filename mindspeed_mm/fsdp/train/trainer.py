@@ -71,7 +71,7 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.run.trackers import Tracker
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-from mindspeed_mm.fsdp.utils.plugins import arguments_at_hand
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 
 
 @dataclass(frozen=True)

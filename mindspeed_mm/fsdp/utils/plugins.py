@@ -1,6 +1,5 @@
-"""Plugins: imports what `training.plugin` names, a module, or a package and the modules in it; calls what a plugin
-registered with what its signature takes; and keeps the configuration at hand for code of plugins that is not handed it.
-"""
+"""Plugins: imports what `training.plugin` names, a module, or a package and the modules in it; and calls what a plugin
+registered with what its signature takes."""
 
 from __future__ import annotations
 
@@ -10,13 +9,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, MMError
-from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import is_of_suite, plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
@@ -236,22 +233,3 @@ def _bind(
                 way_out=f"It can have the parameters {', '.join(offered)}; give others a default.",
             )
     return bound
-
-
-_HELD: list[Arguments] = []
-"""The innermost last. No context variable: recomputed forward passes run in threads of autograd."""
-
-
-@contextmanager
-def arguments_at_hand(arguments: Arguments) -> Iterator[None]:
-    """Let `held_arguments` return this configuration while a model is built or trained."""
-    _HELD.append(arguments)
-    try:
-        yield
-    finally:
-        _HELD.pop()
-
-
-def held_arguments() -> Arguments | None:
-    """The configuration of the model that is being built or trained; None outside."""
-    return _HELD[-1] if _HELD else None

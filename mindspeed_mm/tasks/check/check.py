@@ -32,7 +32,7 @@ from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, reference_ki
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
 from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
-from mindspeed_mm.fsdp.utils.plugins import arguments_at_hand
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint

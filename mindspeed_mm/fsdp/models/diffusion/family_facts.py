@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.models.diffusion.latents import LatentScale, LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.share import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 
 _WIDTHS = ("d_model", "hidden_size", "latent_channels", "latent_dim", "z_dim")
 """Settings of encoders and VAEs that state how wide their features are."""

@@ -13,8 +13,8 @@ from torch import nn
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.at_hand import held_arguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.fsdp.utils.plugins import held_arguments
 from mindspeed_mm.provider.flags import FLAGS
 
 if TYPE_CHECKING:
