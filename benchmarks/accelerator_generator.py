@@ -28,7 +28,7 @@ from benchmarks.accelerator_step import clock  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class  # noqa: E402
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter  # noqa: E402
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta  # noqa: E402
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta  # noqa: E402
 from mindspeed_mm.fsdp.params.argument import Arguments  # noqa: E402
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops  # noqa: E402
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops  # noqa: E402

@@ -35,13 +35,13 @@ from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, ini
 from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.sizes import resolve_tensor_parallel  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
-from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points  # noqa: E402
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec  # noqa: E402
+from mindspeed_mm.fsdp.models.structure.stages import find_cut_points  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare  # noqa: E402

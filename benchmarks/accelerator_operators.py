@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, kernel_for
+from mindspeed_mm.fsdp.ops.context_attention.layer import merge_
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, plan_rectangles
-from mindspeed_mm.fsdp.ops.context_attention.ring import merge_
 from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
 
 Results = dict[str, Tensor]

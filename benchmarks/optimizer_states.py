@@ -133,7 +133,7 @@ def give_gradients(model: Any, on_host: bool) -> None:
 
 def bytes_kept(model: Any, optimizer: Any) -> dict[str, int]:
     """Storage of the optimizer's state, and of gradients on the host, by where it is kept."""
-    from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
+    from mindspeed_mm.fsdp.optimizer.offload import offloaded
 
     kept = {"device": 0, "host": 0}
     for state in optimizer.state.values():

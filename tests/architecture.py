@@ -72,7 +72,6 @@ KEPT_APART = {
         "fsdp.features.speed.fused_operators",
         "fsdp.models.lora.injection",
         "fsdp.posttrain_rewards.open_clip",
-        "fsdp.train.provider.megatron_saves",
     ),
     "the processor of a family, as transformers divides its files": (
         "fsdp.models.deepseek_ocr.processing_deepseek_ocr",
@@ -82,17 +81,10 @@ KEPT_APART = {
     ),
     "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
         "fsdp.data.dataloader.pairing",
-        "fsdp.data.datasets.qwen3omni_talker.layout",
-        "fsdp.distributed.job.interfaces",
         "fsdp.loss.drawn_pictures",
-        "fsdp.models.behaviour.segmented_mixer",
-        "fsdp.models.ltx2.mel_spectrum",
-        "fsdp.ops.context_attention.ring",
         "fsdp.ops.grouped_matmul",
-        "fsdp.sampling.speech.cosyvoice3.talking",
         "fsdp.sampling.speech.talking",
         "fsdp.tools.intervals",
-        "fsdp.train.rollouts.flow",
     ),
 }
 """Why a module is not part of its only importer, which is beside it and short: reason → modules."""

@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 from mindspeed_mm.fsdp.data.data_utils.data_collator import GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import build_image_grid
-from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.template import register_template
 
 # A template is Jinja, run in a sandbox. It gets `messages` and `add_generation_prompt`; the mask follows from what it

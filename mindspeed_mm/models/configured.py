@@ -20,9 +20,8 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
-from mindspeed_mm.fsdp.train.provider.front import ModelFront
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
-from mindspeed_mm.fsdp.train.provider.live import live_trainer
+from mindspeed_mm.fsdp.train.provider.live import ModelFront, live_trainer
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.provider.sized_folder import files_of_sizes
 

@@ -23,9 +23,9 @@ from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_VIDEO
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.sampling.sampler import SampleOrder, load_media

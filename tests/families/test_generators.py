@@ -27,11 +27,11 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.cogvideox.modeling_cogvideox import CogVideoXAdapter, noised_picture
-from mindspeed_mm.fsdp.models.diffusion import latent_scales
+from mindspeed_mm.fsdp.models.diffusion import latents
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
+from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.models.lumina2.modeling_lumina2 import Lumina2Adapter
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter, WanTokenTimeAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -194,7 +194,7 @@ FAULTS = {
     "wan2_2": (ExpertPair, "forward", experts_swapped),
     "lumina2": (Lumina2Adapter, "inputs", time_turned),
     "lumina2 ": (Lumina2Adapter, "prediction", predicts_the_picture),
-    "wan": (latent_scales, "standardised", spread_alone),
+    "wan": (latents, "standardised", spread_alone),
     "wan_i2v": (WanAdapter, "_given_mask", first_frame_one_later),
 }
 

@@ -22,8 +22,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss import denoising
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
-from mindspeed_mm.fsdp.models.ltx2.modeling_ltx2 import LTX2Adapter
+from mindspeed_mm.fsdp.models.ltx2.modeling_ltx2 import LTX2Adapter, log_mel
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks

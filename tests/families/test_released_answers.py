@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.fsdp.models.loading.folder import trained_config
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.tasks.answer.generation import load_generator

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.models.loading.part import OTHERS
+from mindspeed_mm.fsdp.models.loading.folder import OTHERS
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import InDouble

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.models.loading.local_shard import local
 from mindspeed_mm.fsdp.tools.memory_tracker import MemoryPeak, MemoryTracker
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine

@@ -25,7 +25,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from mindspeed_mm.fsdp.models.loading.part import OTHERS
+from mindspeed_mm.fsdp.models.loading.folder import OTHERS
 from mindspeed_mm.fsdp.params.cards import own_model_types
 from tests.helpers.packed_families import TESTED
 

@@ -10,7 +10,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.latents import model_range
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 from tests.helpers.tiny_sd3 import T5_TOKENS

@@ -14,12 +14,11 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
 
-from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow  # noqa: E402
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow, FlowSizes  # noqa: E402
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM  # noqa: E402
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes  # noqa: E402
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, without_long_silence  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import RepetitionAware, without_long_silence  # noqa: E402
 from tests.helpers.tiny_processors import byte_tokenizer  # noqa: E402
 
 CODEC, EXTRA = 50, 8

@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
-from mindspeed_mm.fsdp.train.provider.megatron_saves import division_of
+from mindspeed_mm.fsdp.train.provider.hooks import division_of
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

@@ -12,10 +12,10 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.distributed.pipeline.apply import check_composition
-from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import own_sharding
 from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder

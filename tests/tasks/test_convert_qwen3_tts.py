@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_mm.cli import mm_convert
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_audio
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import speaker_mel
 from tests.helpers.released_rows import ROWS, write_run
 from tests.helpers.runs import losses, mm
 from tests.helpers.tiny_sounds import sound_bytes, tone

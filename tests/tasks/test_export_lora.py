@@ -19,9 +19,9 @@ from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.construction import OwnSettings
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
 from mindspeed_mm.fsdp.models.lora.names import LoraReport
-from mindspeed_mm.fsdp.models.own_settings import OwnSettings
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents as export_contents

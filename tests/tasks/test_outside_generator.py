@@ -15,8 +15,8 @@ from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.models.diffusion import find
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import import_plugin, model_register
 from tests.helpers.runs import lines, losses, mm, train

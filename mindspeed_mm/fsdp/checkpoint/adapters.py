@@ -27,7 +27,8 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import open_base
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, live_tensors, remember_layout, with_beside
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.part import kept_beside
+from mindspeed_mm.fsdp.models.loading.construction import write_own_settings
+from mindspeed_mm.fsdp.models.loading.folder import kept_beside
 from mindspeed_mm.fsdp.models.lora.files import (
     ALPHA_END,
     DIFFUSERS_PREFIX,
@@ -50,10 +51,9 @@ from mindspeed_mm.fsdp.models.lora.names import (
     is_adapter_weight,
     split_adapter_weight,
 )
-from mindspeed_mm.fsdp.models.own_settings import write_own_settings
-from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.models.structure.stages import whole_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 def save_adapters(

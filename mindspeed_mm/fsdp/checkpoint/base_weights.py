@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors
 from mindspeed_mm.checkpoint.stored_weights import holds_weights, open_stored, step_of_weights, stored_files
 from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16

@@ -33,13 +33,13 @@ from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, open_base
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.construction import write_own_settings
+from mindspeed_mm.fsdp.models.loading.folder import kept_beside
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
-from mindspeed_mm.fsdp.models.loading.part import kept_beside
-from mindspeed_mm.fsdp.models.own_settings import write_own_settings
-from mindspeed_mm.fsdp.models.structure.share import Share, whole_of
+from mindspeed_mm.fsdp.models.structure.stages import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     trained_parameters,
 )
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
-from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
+from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.build import kind_of, state_room
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.utils.ranks import Ranks

@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     snapshot,
     tied_names,
 )
-from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.models.structure.stages import whole_of
 from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments

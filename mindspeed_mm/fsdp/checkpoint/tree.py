@@ -10,7 +10,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import first_names
+from mindspeed_mm.fsdp.models.structure.stages import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.utils.device import synchronize
 

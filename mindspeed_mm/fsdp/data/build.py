@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data.dataloader.build_order import build_order
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
+from mindspeed_mm.fsdp.data.dataloader.transport import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset, as_mm_dataset
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # annotations only: these import torch and the decoders
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
     from mindspeed_mm.fsdp.data.data_utils.sample import Sample, SampleSize
     from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
-    from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
-    from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+    from mindspeed_mm.fsdp.data.datasets.generation.pixels import SampleDescription
+    from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 
 
 class MMDataset:

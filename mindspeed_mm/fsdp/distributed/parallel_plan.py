@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.apply import resolve_stages
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingPlan, ShardingWishes, resolve_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import TensorPlan
-from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor.sizes import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
 from mindspeed_mm.fsdp.distributed.towers.media import check_towers
 from mindspeed_mm.fsdp.models.facts import facts_of

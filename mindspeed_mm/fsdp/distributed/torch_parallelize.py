@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     Unit,
     build_expert_options,
+    own_sharding,
     replicate_modules,
     set_gradient_sync,
     set_prefetch,
@@ -28,12 +29,11 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     shard_units,
     sum_gradients,
 )
-from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingPlan
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing, share_media
-from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.models.structure.stages import whole_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
 from mindspeed_mm.fsdp.features.memory.recompute import apply_kept_results, recompute_modules
 from mindspeed_mm.fsdp.features.memory.weight_offload import offload_weights
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
-from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.models.structure.stages import own_names, whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

@@ -11,8 +11,7 @@ from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, find_logit_steps, known_logit_steps
-from mindspeed_mm.fsdp.loss.liger import find_liger
-from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices, is_plain_linear
+from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices, find_liger, is_plain_linear
 from mindspeed_mm.fsdp.params.feature_args import ChunkLossPlan, FeatureArguments
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import module_names

@@ -23,7 +23,7 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
 from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
-from mindspeed_mm.fsdp.models.diffusion.picture_tokens import patchified, places_of
+from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig

@@ -27,9 +27,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Objective, Terms
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import holders_of
+from mindspeed_mm.fsdp.models.structure.stages import RouterPassing, StageExit, holders_of
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
-from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 

@@ -25,8 +25,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor, MeanRows
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem, told_as
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, trained_config
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer, holds_tokens
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, name_of, weight_of
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
@@ -168,7 +167,11 @@ def note_added_tokens(model: nn.Module, added: AddedTokens, model_args: ModelArg
             what = f"'{name_of(model, module)}' does not follow vocab_size"
             raise refusal(model_args, f"{what} of {type(model).__name__}")
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not embedding and _is_of_tokens(name, module, added):
+        if (
+            isinstance(module, nn.Embedding)
+            and module is not embedding
+            and (module.num_embeddings in (added.rows_before, added.rows) or name.endswith(_PER_LAYER))
+        ):
             raise refusal(model_args, f"'{name}' is another embedding of tokens, which would lack rows")
     own = {id(p) for module in modules for p in module.parameters(recurse=False) if added.rows in p.shape[:1]}
     parameters = [name for name, parameter in model.named_parameters() if id(parameter) in own]
@@ -184,10 +187,6 @@ def check_trainable(model: nn.Module, added: AddedTokens) -> None:
                 key="model.freeze",
                 way_out="Leave it out of the patterns.",
             )
-
-
-def _is_of_tokens(name: str, module: nn.Embedding, added: AddedTokens) -> bool:
-    return module.num_embeddings in (added.rows_before, added.rows) or name.endswith(_PER_LAYER)
 
 
 def _text_config(config: object) -> Any:

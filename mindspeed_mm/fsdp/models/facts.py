@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.behaviour.multi_token import DecoderWatch
     from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
     from mindspeed_mm.fsdp.models.lora.names import LoraReport
-    from mindspeed_mm.fsdp.models.structure.share import Share
+    from mindspeed_mm.fsdp.models.structure.stages import Share
 
 _ATTRIBUTE = "_mm_model_facts"
 Fact = TypeVar("Fact")

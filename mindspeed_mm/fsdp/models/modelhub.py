@@ -23,6 +23,9 @@ from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, kind_of_section, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import (
+    OwnSettings,
+    as_written,
+    changed,
     construct,
     is_transformers,
     override_config,
@@ -31,10 +34,9 @@ from mindspeed_mm.fsdp.models.loading.construction import (
 )
 from mindspeed_mm.fsdp.models.loading.folder import folder_warnings, require_folder
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
-from mindspeed_mm.fsdp.models.own_settings import OwnSettings, as_written, changed
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, undo_forwards
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at

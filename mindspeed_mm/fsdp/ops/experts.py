@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
+from mindspeed_mm.fsdp.ops.host_values import outside_graphs
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import outside_graphs
 
 Lengths = tuple[Tensor, Tensor, int, int]
 """Borders of documents in queries and in keys, int32, and the longest of each."""

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
-from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
-from mindspeed_mm.fsdp.ops.host_values import host_values
+from mindspeed_mm.fsdp.ops.host_values import host_values, outside_graphs
 
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),

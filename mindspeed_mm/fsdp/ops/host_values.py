@@ -2,11 +2,17 @@
 
 Reading them there makes the host wait until the device has done all that it was given. What the host knew before a
 batch went over travels with the moved tensors; everything else is read once a tensor, however many layers ask.
+
+No compiler may look into functions that read sizes from the device, or talk to other ranks: torch.compile would cut its
+graph at the reading, and compile again for every number read. Functions marked by `outside_graphs` run as they are,
+between two graphs; while nothing is compiled, the mark costs one call.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,3 +58,26 @@ def carry_host_values(host: Batch, moved: Batch) -> None:
     for key in _KEYS:
         if isinstance(host.get(key), torch.Tensor):
             setattr(moved[key], _VALUES, host[key].tolist())
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARKED: list[Any] = []
+
+
+def outside_graphs(function: F) -> F:
+    """Mark a function or method; `draw_graph_borders` makes the marks count."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call.runs(*args, **kwargs)  # type: ignore[attr-defined]
+
+    call.runs = function  # type: ignore[attr-defined]
+    _MARKED.append(call)
+    return call  # type: ignore[return-value]
+
+
+def draw_graph_borders() -> None:
+    """Keep the compiler out of all marked functions. May be called again."""
+    for call in _MARKED:
+        call.runs = torch.compiler.disable(call.__wrapped__)  # it imports the compiler: not before one is asked for

@@ -15,11 +15,10 @@ import torch
 from torch.optim.adamw import adamw
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.optimizer.gradient_offload import forget_gradients, offloaded
+from mindspeed_mm.fsdp.models.loading.local_shard import local
 from mindspeed_mm.fsdp.optimizer.groups import Group
-from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.optimizer.offload import StreamedItem, bucket_bytes, forget_gradients, offloaded, work_in_buckets
 from mindspeed_mm.fsdp.optimizer.state_formats import MOMENTS, Format, format_of
-from mindspeed_mm.fsdp.optimizer.streaming import StreamedItem, bucket_bytes, work_in_buckets
 from mindspeed_mm.fsdp.utils.device import memory_room_bytes
 
 PIECE = 1 << 21

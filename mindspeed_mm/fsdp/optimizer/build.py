@@ -17,13 +17,12 @@ from torch import nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
-from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
+from mindspeed_mm.fsdp.models.loading.local_shard import local, local_pieces, room_like
+from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW, StreamedAdamW
-from mindspeed_mm.fsdp.optimizer.gradient_offload import offload_gradients
 from mindspeed_mm.fsdp.optimizer.groups import Group, GroupPlan, parameter_groups
 from mindspeed_mm.fsdp.optimizer.muon import Muon
-from mindspeed_mm.fsdp.optimizer.shards import local, room_like
+from mindspeed_mm.fsdp.optimizer.offload import offload_gradients
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments

@@ -1,11 +1,15 @@
 """Gradient norm and clipping for parameters on any mix of meshes: sharded, replicated, plain.
 
-Nothing here waits for the device: the norm is a tensor that the engine reads together with the loss.
+Nothing here waits for the device: the norm is a tensor that the engine reads together with the loss. A bound may follow
+the norms: their moving average, and three standard deviations more (Open-Sora Plan 1.5's adaptive gradient clipping,
+MindSpeed-MM `patchs/adaptive_clip_grad_patch.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
-from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.models.loading.local_shard import local
+from mindspeed_mm.fsdp.optimizer.offload import offloaded
 from mindspeed_mm.fsdp.utils.device import copied_to
 
 ShardGroups = tuple[dist.ProcessGroup, ...]
@@ -152,3 +156,43 @@ def _mesh_device(parameter: nn.Parameter) -> torch.device:
     if isinstance(parameter, DTensor):
         return torch.empty(0, device=parameter.device_mesh.device_type).device
     return parameter.device
+
+
+_DEVIATIONS = 3.0
+_FIRST_FACTOR, _FIRST_MOST = 3.0, 1.0
+"""The average begins with this many times the first norm, at most so much."""
+
+
+@dataclass
+class NormAverage:
+    """Mean and variance of the norms of steps that were not clipped.
+
+    Args:
+        decay: Share of mean and variance that is kept at each step.
+    """
+
+    decay: float
+    mean: float | None = None
+    """None before the first step."""
+    variance: float = 0.0
+
+    def bound(self, fixed: float) -> float:
+        """The largest norm of a step: mean + 3 √variance; before the first step `fixed`."""
+        return fixed if self.mean is None else self.mean + _DEVIATIONS * math.sqrt(self.variance)
+
+    def after_step(self, norm: float) -> None:
+        """Take in the norm of a step that was applied, before clipping. One above the bound changes nothing."""
+        if self.mean is None:
+            self.mean = min(_FIRST_FACTOR * norm, _FIRST_MOST)
+        elif norm <= self.bound(norm):
+            self.mean = self.decay * self.mean + (1 - self.decay) * norm
+            self.variance = self.decay * self.variance + (1 - self.decay) * (self.mean - norm) ** 2
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; empty before the first step."""
+        return {} if self.mean is None else {"mean": self.mean, "variance": self.variance}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Go on from what a checkpoint has kept."""
+        if state:
+            self.mean, self.variance = state["mean"], state["variance"]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.models.structure.share import holders_of
-from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.models.loading.local_shard import local
+from mindspeed_mm.fsdp.models.structure.stages import holders_of
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 
 

@@ -14,8 +14,8 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
-from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, first_of
 

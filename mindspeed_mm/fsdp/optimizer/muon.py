@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole
-from mindspeed_mm.fsdp.ops.all_to_all import exchange_parts
+from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole, local, room_like
+from mindspeed_mm.fsdp.ops.collectives import exchange_parts
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
-from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded, own_gradient
 from mindspeed_mm.fsdp.optimizer.groups import Group
-from mindspeed_mm.fsdp.optimizer.shards import local, room_like
+from mindspeed_mm.fsdp.optimizer.offload import offloaded, own_gradient
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 MOMENTUM = "momentum_buffer"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.optimizer.shards import local, room_like
+from mindspeed_mm.fsdp.models.loading.local_shard import local, room_like
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 KEY = "training.optimizer_state_dtype"

@@ -13,14 +13,14 @@ from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline, split_into_stages
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import expect_views
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments

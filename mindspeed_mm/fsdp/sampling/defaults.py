@@ -1,8 +1,8 @@
 """What a sample gets for whatever its settings leave out: the one place that fills it in for `mm infer`, `mm serve`,
 samples while training and DreamBooth.
 
-Steps, guidance and frames are those of the release (`models/diffusion/usage.py`), otherwise the defaults of the
-pipeline's `__call__`. The frame rate is the run's, otherwise the family's. Height and width are left to
+Steps, guidance and frames are those of the release (`models/diffusion/generator_folder.py`), otherwise the defaults of
+the pipeline's `__call__`. The frame rate is the run's, otherwise the family's. Height and width are left to
 `sampler.resolve_size`, since some pipelines know theirs only when they are loaded.
 """
 

@@ -28,10 +28,10 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_vi
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_pipeline
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.defaults import filled
 from mindspeed_mm.fsdp.sampling.finite import FiniteSteps, NotFiniteError, not_finite

@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import marks_of
 from mindspeed_mm.fsdp.data.datasets.bagel.parts import SizeRule, resized
 from mindspeed_mm.fsdp.loss.denoising import noise_of, shift_sigma
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
-from mindspeed_mm.fsdp.models.diffusion.picture_tokens import patchified, places_of, unpatchified
+from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of, unpatchified
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import PictureVAE
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

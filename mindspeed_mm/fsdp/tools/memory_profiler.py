@@ -22,7 +22,7 @@ from mindspeed_mm.core.patterns import pattern_of
 from mindspeed_mm.fsdp.params.tools_args import MemoryProfile
 from mindspeed_mm.fsdp.tools.memory_tracker import CATEGORIES, MemoryPeak, MemoryTracker
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 
 def allocator_history() -> ModuleType | None:

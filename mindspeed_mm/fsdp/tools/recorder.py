@@ -32,7 +32,7 @@ from mindspeed_mm.fsdp.params.tools_args import StaticProfile
 from mindspeed_mm.fsdp.tools.module_walk import ROOT
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.device import get_device_type
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 STEPS_A_FILE = 5
 """A window of more steps is written in several files, so that no trace grows without limit in memory."""

@@ -20,9 +20,9 @@ from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.build import kind_of
+from mindspeed_mm.fsdp.optimizer.clip_grad import NormAverage
 from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
-from mindspeed_mm.fsdp.optimizer.norm_average import NormAverage
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference

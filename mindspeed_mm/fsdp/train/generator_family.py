@@ -82,7 +82,7 @@ class GeneratorFamily(Family):
         if posttrain.method == "dpo":
             from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
             from mindspeed_mm.fsdp.train.reference import describe_reference
-            from mindspeed_mm.fsdp.train.rollouts.build_flow import generator_reference
+            from mindspeed_mm.fsdp.train.rollouts.flow import generator_reference
 
             reference = generator_reference(self.arguments, assembled, job.device)
             assert reference is not None
@@ -135,7 +135,7 @@ class GeneratorFamily(Family):
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """The model draws from prompts."""
         from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
-        from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
+        from mindspeed_mm.fsdp.train.rollouts.flow import build_flow_rollouts
 
         assert isinstance(objective, RewardObjective)
         return build_flow_rollouts(

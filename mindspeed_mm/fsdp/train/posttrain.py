@@ -11,7 +11,7 @@ from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective, ReferencePolicy
-from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind

@@ -25,7 +25,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
-from mindspeed_mm.fsdp.data.dataloader.preload import moved
+from mindspeed_mm.fsdp.data.dataloader.transport import moved
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
@@ -33,11 +33,10 @@ from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
 from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
-from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscale_grads_
+from mindspeed_mm.fsdp.optimizer.clip_grad import NormAverage, clip_grads_, grad_norm, unscale_grads_
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
-from mindspeed_mm.fsdp.optimizer.norm_average import NormAverage
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.hook import Hook, StepResult
@@ -45,13 +44,13 @@ from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_model, expla
 from mindspeed_mm.fsdp.train.run.job import Phase, without_limit
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward, add_terms
-from mindspeed_mm.fsdp.train.step.launched import (
+from mindspeed_mm.fsdp.train.step.tally import (
     LaunchedStep,
+    Tally,
     left_out_on_device,
     over_ranks,
     skipped_or_stopped,
 )
-from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.device import ArrivingNumbers
 from mindspeed_mm.fsdp.utils.ranges import named

@@ -1,11 +1,19 @@
-"""Questions about a live model whose class may lack what is asked for, each asked in one place."""
+"""Questions about live models, configurations and processors of other libraries, which may lack what is asked for or
+have it under several names: each asked in one place.
+
+Which parameters several modules share is read off the live model, too: a configuration flag says less than the tie.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def attribute_at(holder: object, key: str, absent: Any = None) -> Any:
@@ -84,3 +92,87 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     weight = base_layer_of(module).weight
     assert isinstance(weight, torch.Tensor)
     return weight
+
+
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Groups of two or more names of one parameter; the first is the one that `named_parameters()` gives."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie_groups(model: nn.Module) -> list[list[str]]:
+    """Groups of module names that share a parameter, to be sharded together."""
+    groups: list[set[str]] = []
+    for names in shared_parameters(model):
+        joined = {name.rpartition(".")[0] for name in names}
+        apart = []
+        for group in groups:
+            if group.isdisjoint(joined):
+                apart.append(group)
+            else:  # modules that share two parameters with different others belong together as well
+                joined |= group
+        groups = [*apart, joined]
+    order = list(dict(model.named_modules(remove_duplicate=False)))
+    return [sorted(group, key=order.index) for group in groups if len(group) > 1]
+
+
+def tie(model: nn.Module, groups: list[list[str]]) -> None:
+    """Let the names of each group hold the first name's parameter again, after moving parameters set them apart."""
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for name in others:
+            module_name, _, parameter_name = name.rpartition(".")
+            module = model.get_submodule(module_name)
+            if module._parameters[parameter_name] is not parameter:
+                module._parameters[parameter_name] = parameter
+
+
+Kind = TypeVar("Kind")
+
+
+def setting_of(holder: object, kind: type[Kind], *names: str) -> Kind | None:
+    """The first of these attributes whose value is of this kind; None where the object has none of them."""
+    for name in names:
+        value = getattr(holder, name, None)
+        if isinstance(value, kind):
+            return value
+    return None
+
+
+_STRETCHED = ("linear", "dynamic", "yarn")
+
+
+def longest_of(config: PreTrainedConfig) -> int | None:
+    """Positions of the language model, question and answer together; None where its configuration does not say.
+
+    Rotary positions that are stretched by a factor reach further than `max_position_embeddings`, which some
+    configurations keep as it was trained: counted is what vLLM counts.
+    """
+    text = config.get_text_config()
+    longest = attribute_at(text, "max_position_embeddings")
+    if not longest:
+        return None
+    rope = attribute_at(text, "rope_parameters", {})
+    if rope.get("rope_type") in _STRETCHED and rope.get("factor"):
+        trained = rope.get("original_max_position_embeddings") or longest
+        return max(int(longest), int(trained * rope["factor"]))
+    return int(longest)
+
+
+def rope_border(config: PreTrainedConfig) -> int | None:
+    """Positions up to which rows of a pass do not change one another's rotary frequencies; None where they never do.
+
+    transformers takes those of `dynamic` and `longrope` from the largest position of the whole batch.
+    """
+    text = config.get_text_config()
+    rope = attribute_at(text, "rope_parameters", {}) or {}
+    of_layer_types = [value for value in rope.values() if isinstance(value, dict)]
+    borders = []
+    for each in (rope, *of_layer_types):
+        if "dynamic" in str(each.get("rope_type")):
+            borders.append(int(text.max_position_embeddings))
+        elif each.get("rope_type") == "longrope":
+            borders.append(int(each.get("original_max_position_embeddings") or text.max_position_embeddings))
+    return min(borders, default=None)

@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.cards import is_of_suite, plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 # --- importing --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types, types_of_processors_in_code
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.own_families import know_family_of, model_type_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:

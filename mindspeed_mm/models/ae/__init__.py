@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_class
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled, standardised
+from mindspeed_mm.fsdp.models.diffusion.latents import scaled, standardised
 from mindspeed_mm.models.component_section import dtype_of, folder_of, needed, note_unread, section_of
 
 __all__ = ["AEModel"]

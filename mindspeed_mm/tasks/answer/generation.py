@@ -17,8 +17,14 @@ from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name, choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
-from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
+from mindspeed_mm.fsdp.models.loading.folder import (
+    OTHERS,
+    check_all_loaded,
+    load_model_config,
+    native_class,
+    read_config,
+    trained_config,
+)
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator

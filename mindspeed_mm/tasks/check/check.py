@@ -368,8 +368,8 @@ class _Check:
 
     def _first_rollout(self) -> None:
         """The prompts open, and are enough; what is drawn from them is as large as it may be."""
-        from mindspeed_mm.fsdp.models.structure.positions import longest_of
         from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_order, rewards_with_servers
+        from mindspeed_mm.fsdp.utils.model_parts import longest_of
         from mindspeed_mm.tasks.check.rollouts import check_server, first_answers, first_blanks, open_prompts
 
         arguments = self.config.arguments

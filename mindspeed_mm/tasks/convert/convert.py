@@ -94,35 +94,53 @@ def run(
     if is_cosyvoice3_release(source) and to in (None, "hf"):
         _refuse_model(model_folder)
         return "cosyvoice3", release_to_hf(source, target, writing)
-    distributed = GenericDCPConverter()
-    distributed.examine = same_logits
     if to == "original" and _is_cosyvoice3(source):
         return "hf", hf_to_release(source, target, model_folder, writing)
     if to in ("diffusers", "original"):
         return "generator", _generator(source, target, Naming(to), model_folder, writing)
     kind = "generator" if source.is_file() else _kind_of(source)
-    wanted = to or ("dcp" if kind == "hf" else "hf")
+    wanted: Layout = to or ("dcp" if kind == "hf" else "hf")
     if allow_unused and kind not in ("hf", "dcp", "run"):
         raise UsageError(
             f"does not apply to a source of kind '{kind}'",
             key="--allow-unused",
             way_out="Leave it out. A tensor without a place there is of another model than --model names.",
         )
+    return _between_layouts(source, target, kind, wanted, division or Division(), model_folder, writing)
+
+
+def _between_layouts(
+    source: Path,
+    target: Path,
+    kind: str,
+    wanted: Layout,
+    division: Division,
+    model_folder: Path | None,
+    writing: Writing,
+) -> tuple[str, Converted]:
+    """Convert a folder of a model, a distributed checkpoint or a Megatron-style folder into another layout."""
     if wanted == "megatron":
         with told_as(_as_option):
-            return _to_megatron(source, target, kind, division or Division(), model_folder, writing)
+            return _to_megatron(source, target, kind, division, model_folder, writing)
     if wanted == "hf" and kind != "hf" and _is_generator(source, kind):
         return "generator", _generator(source, target, Naming.DIFFUSERS, model_folder, writing)
+    distributed = GenericDCPConverter()
+    distributed.examine = same_logits
     if (kind, wanted) == ("hf", "dcp"):
         _refuse_model(model_folder)
         return kind, distributed.hf_to_dcp(
-            source, target, overwrite=overwrite, verify=verify, allow_unused=allow_unused
+            source, target, overwrite=writing.overwrite, verify=writing.verify, allow_unused=writing.allow_unused
         )
     if kind in ("dcp", "run") and wanted == "hf":
         _refuse_adapters(source)
         assets = _model_of(source, model_folder)
         return kind, distributed.dcp_to_hf(
-            source, target, assets, overwrite=overwrite, verify=verify, allow_unused=allow_unused
+            source,
+            target,
+            assets,
+            overwrite=writing.overwrite,
+            verify=writing.verify,
+            allow_unused=writing.allow_unused,
         )
     if kind == "megatron" and wanted in ("hf", "dcp"):
         assets = _model_of(source, model_folder)

@@ -18,7 +18,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Computed
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_audio
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import RATE, speaker_mel
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _FAMILY, _BASE = "qwen3_tts", "base"

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.models.loading.construction import is_transformers
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder

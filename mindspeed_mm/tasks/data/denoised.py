@@ -12,10 +12,9 @@ import numpy as np
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLength, CaptionLengths
 from mindspeed_mm.tasks.data.facts import DenoisedFacts, RoleFacts
 from mindspeed_mm.tasks.data.findings import DataFinding, Fix, rows_told
 from mindspeed_mm.tasks.data.histogram import percentiles

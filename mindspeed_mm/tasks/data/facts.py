@@ -22,10 +22,9 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLength, CaptionLengths
 from mindspeed_mm.tasks.data.collated import as_pair, tokens_of
 from mindspeed_mm.tasks.data.faults import RowFault, fault_of, fault_of_length
 

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import PieceLocation
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.tasks.data.collated import as_pair, tokens_of
 from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
 from mindspeed_mm.tasks.data.facts import both, trained_tokens

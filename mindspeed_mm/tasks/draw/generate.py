@@ -21,8 +21,8 @@ from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
-from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
+from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments

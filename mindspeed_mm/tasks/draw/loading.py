@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.stored_weights import holds_weights, open_stored
 from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_encoders, stored_dtype
-from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
+from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, read_config
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler

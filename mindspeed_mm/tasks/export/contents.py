@@ -40,13 +40,13 @@ from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.part import kept_beside
+from mindspeed_mm.fsdp.models.loading.construction import note_on_settings, write_own_settings
+from mindspeed_mm.fsdp.models.loading.folder import kept_beside
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.lora.files import stored_adapters
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.own_settings import note_on_settings, write_own_settings
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.export.single_file import authors_files

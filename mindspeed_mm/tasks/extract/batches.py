@@ -20,9 +20,9 @@ import torch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
+from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
 from mindspeed_mm.fsdp.utils.quiet import quiet
 

@@ -25,14 +25,12 @@ from mindspeed_mm.fsdp.data.feature_store.description import (
     Description,
     FeatureSetContents,
     check_same_work,
+    measure_components,
     read_description,
 )
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file, write_feature_file
-from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import FinishedWork, read_skipped, write_index
-from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
-from mindspeed_mm.fsdp.data.feature_store.shards import SHARD_BYTES, ShardBuilder
-from mindspeed_mm.fsdp.data.feature_store.writer import FeatureWriter, explained
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder, FinishedWork, read_skipped, write_index
+from mindspeed_mm.fsdp.data.feature_store.writer import SHARD_BYTES, FeatureWriter, ShardBuilder, explained
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters

@@ -16,8 +16,8 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks, mark_of
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord
 from mindspeed_mm.tasks.extract.batches import RowNeeds, WorkBatch, plan_batches
 
 

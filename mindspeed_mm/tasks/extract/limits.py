@@ -9,7 +9,7 @@ from pathlib import Path
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.data.feature_store.records import SkippedRow
+from mindspeed_mm.fsdp.data.feature_store.feature_file import SkippedRow
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.extract.batches import WorkBatch
 

@@ -36,7 +36,7 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
     """
     config = _load(request.config, request.overrides)
     # Imported here: a wrong YAML is answered before torch is loaded.
-    from mindspeed_mm.fsdp.train.reference_pass import stored_log_probs
+    from mindspeed_mm.fsdp.train.stored_reference import stored_log_probs
 
     with config.told_as_own():
         path = _output(config)

@@ -16,7 +16,7 @@ from PIL import Image
 from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils import byte_pixels
 from mindspeed_mm.fsdp.data.data_utils.byte_pixels import as_bytes, bytes_of, tables_of, with_stand_ins
-from mindspeed_mm.fsdp.data.dataloader.preload import moved
+from mindspeed_mm.fsdp.data.dataloader.transport import moved
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 

@@ -21,7 +21,7 @@ from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.dataloader import worker_pool
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.transport import SharedSlots
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 

@@ -24,21 +24,26 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.feature_store import check_provenance, feature_file, open_features
 from mindspeed_mm.fsdp.data.feature_store import folder as folder_module
-from mindspeed_mm.fsdp.data.feature_store.description import Description, check_same_work, read_description
+from mindspeed_mm.fsdp.data.feature_store.description import (
+    Description,
+    check_same_work,
+    measure_components,
+    read_description,
+)
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
+    FeatureRecord,
+    SkippedRow,
     check_file,
     checksum,
     has_checksum,
     read_facts,
     read_tensors,
+    tensor_name,
     write_feature_file,
 )
-from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import read_index, read_skipped, write_index
-from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
-from mindspeed_mm.fsdp.data.feature_store.shards import ShardBuilder
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder, read_index, read_skipped, write_index
+from mindspeed_mm.fsdp.data.feature_store.writer import ShardBuilder
 
 GEOMETRY = MediaGeometry(spatial_ratio=2, temporal_ratio=1, patch=(1, 2, 2), latent_channels=4, is_video=False)
 BATCHES = 5
@@ -245,7 +250,7 @@ def test_a_sample_that_is_there_twice_is_kept_once(folder: FeatureFolder) -> Non
 
 
 def test_a_header_is_not_let_grow_without_bound(folder: FeatureFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.shards.HEADER_BYTES", 1)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.writer.HEADER_BYTES", 1)
     build(folder, range(BATCHES), shard_bytes=1 << 30)
     assert len(folder.shards()) == BATCHES
 
@@ -370,7 +375,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def encoder_files(adapter: Any, absent: Sequence[str] = ()) -> dict[str, list[Path]]:
         return {name: sorted((adapter.folder / name).iterdir()) for name in files if name not in absent}
 
-    provenance = "mindspeed_mm.fsdp.data.feature_store.provenance"
+    provenance = "mindspeed_mm.fsdp.data.feature_store.description"
     monkeypatch.setattr(f"{provenance}.encoder_files", encoder_files)
     monkeypatch.setattr(f"{provenance}.absent_encoders", lambda adapter: set())
     return tmp_path / "model"
@@ -520,7 +525,7 @@ def test_untouched_files_are_not_read_again(
         read.append(path)
         return "another"
 
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.kept_sha256", sha256)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.description.kept_sha256", sha256)
     store = open_features(finished.path, adapter(model))
     check_provenance(store, adapter(model))
     assert read == []

@@ -19,7 +19,7 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.dataloader import fetch
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.transport import SharedSlots
 from mindspeed_mm.fsdp.data.datasets.generation import feature_source, generation_dataset, media_marks, raw_source
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam

@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import samples_of
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import doubled_note, rates_note
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE

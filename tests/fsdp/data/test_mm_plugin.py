@@ -22,8 +22,8 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     TokenMarks,
     marks_left_to_collators,
 )
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
-from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_paligemma import paligemma_processor

@@ -18,10 +18,9 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import DataPosition
-from mindspeed_mm.fsdp.data.dataloader import side_process, step_planner
+from mindspeed_mm.fsdp.data.dataloader import planning, side_process
 from mindspeed_mm.fsdp.data.dataloader.order import Planned
-from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, StepPlan, plan_step
-from mindspeed_mm.fsdp.data.dataloader.step_planner import StepPlanner
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, StepPlan, StepPlanner, plan_step
 from tests.fsdp.data.test_ledger import KINDS, order_of, run, texts
 
 BUFFERED = [kind for kind in KINDS if "plain" not in kind]
@@ -41,7 +40,7 @@ AS_SAVED = {
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few samples wait, a process plans."""
-    monkeypatch.setattr(step_planner, "FEWEST_SAMPLES", 1)
+    monkeypatch.setattr(planning, "FEWEST_SAMPLES", 1)
     monkeypatch.setattr(side_process, "_POLL_S", 0.1)
 
 

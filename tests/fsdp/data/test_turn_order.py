@@ -180,7 +180,7 @@ def test_turns_that_count_differently_stay_apart(
 def test_joined_calls_thoughts_and_pictures_are_kept(
     build: Callable[..., Qwen2VLDataset], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from mindspeed_mm.fsdp.data.data_utils.turns import joined
+    from mindspeed_mm.fsdp.data.data_utils.sample import joined
 
     picture = [{"type": "image"}, {"type": "text", "text": "Which?"}]
     chat = [

@@ -16,7 +16,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
-from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import TextWriter
+from mindspeed_mm.fsdp.data.data_utils.rendering.placement import TextWriter
 from mindspeed_mm.fsdp.params.data_args import DatasetParam, PreprocessParameters
 from tests.fsdp.data.conftest import picture
 from tests.helpers.released_rows import ROWS, WrittenRow

@@ -25,7 +25,7 @@ from transformers import (
 
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules

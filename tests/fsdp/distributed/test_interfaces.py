@@ -6,25 +6,24 @@ import socket
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.job import interfaces, launch
-from mindspeed_mm.fsdp.distributed.job.interfaces import Interface, interface_to
-from mindspeed_mm.fsdp.distributed.job.launch import LaunchInfo
+from mindspeed_mm.fsdp.distributed.job import launch
+from mindspeed_mm.fsdp.distributed.job.launch import Interface, LaunchInfo, interface_to
 from tests.helpers.two_hosts import two_hosts
 
-ASK = "from mindspeed_mm.fsdp.distributed.job.interfaces import interface_to as ask; print(ask({!r}))"
+ASK = "from mindspeed_mm.fsdp.distributed.job.launch import interface_to as ask; print(ask({!r}))"
 
 
 def test_the_loopback_leads_nowhere(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(interfaces, "ELSEWHERE", "127.0.0.2")
+    monkeypatch.setattr(launch, "ELSEWHERE", "127.0.0.2")
     assert interface_to("127.0.0.1") is None
     assert interface_to("no.such.host.invalid") is None
 
 
 def test_bearers_of_addresses():
     names = {name for _, name in socket.if_nameindex()}
-    assert interfaces._bearer("127.0.0.1") in names
-    assert interfaces._bearer("203.0.113.7") is None
-    assert interfaces._bearer("2001:db8::7") is None
+    assert launch._bearer("127.0.0.1") in names
+    assert launch._bearer("203.0.113.7") is None
+    assert launch._bearer("2001:db8::7") is None
 
 
 def test_between_two_hosts():

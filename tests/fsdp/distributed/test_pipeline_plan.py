@@ -12,8 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLForConditionalGen
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderExit, cut_to_rank, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units, even_borders, layer_names, plan_stages
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints, find_cut_points
-from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints, PlaceholderModule, find_cut_points
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

@@ -18,12 +18,15 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
 from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderFront
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
-from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed.tensor.collectives import (
+    SplitVocabulary,
+    TensorRanks,
+    split_vocabulary,
+    whole_logits,
+)
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
-from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
-from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary, split_vocabulary, whole_logits
+from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes, resolve_tensor_parallel
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.fsdp.loss import build_head_loss as building
-from mindspeed_mm.fsdp.loss import liger
+from mindspeed_mm.fsdp.loss import sliced_head
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 
@@ -44,10 +44,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     module: Any = ModuleType("liger_kernel.transformers.functional")
     module.liger_fused_linear_cross_entropy = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: name == "liger_kernel" or None)
-    monkeypatch.setattr(liger.metadata, "version", lambda _: "9.9")
+    monkeypatch.setattr(sliced_head.importlib.util, "find_spec", lambda name: name == "liger_kernel" or None)
+    monkeypatch.setattr(sliced_head.metadata, "version", lambda _: "9.9")
     monkeypatch.setattr(building, "get_device_type", lambda: "cuda")
-    monkeypatch.setattr(liger, "_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(sliced_head, "_DEVICES", {"cuda", "cpu"})
     return seen
 
 
@@ -89,12 +89,12 @@ def test_weights_of_tokens_go_past_it(calls: list[dict[str, Any]]) -> None:
 
 def test_never_on_a_cpu(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "get_device_type", lambda: "cpu")
-    monkeypatch.setattr(liger, "_DEVICES", {"cuda", "npu"})
+    monkeypatch.setattr(sliced_head, "_DEVICES", {"cuda", "npu"})
     said, _ = run()
     assert calls == []
     assert said == "cross-entropy, in slices of 1024 rows, gradients formed in the forward pass"
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda _: None)
-    assert liger.find_liger("cuda") is None
+    monkeypatch.setattr(sliced_head.importlib.util, "find_spec", lambda _: None)
+    assert sliced_head.find_liger("cuda") is None

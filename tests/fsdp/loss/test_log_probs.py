@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
+from mindspeed_mm.fsdp.distributed.tensor.collectives import SplitVocabulary, TensorRanks
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, find_logit_steps
 from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.advantages import group_advantages
-from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRows, PolicyRule, PolicySums, policy_sums
+from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRows, PolicyRule, PolicySums, group_advantages, policy_sums
 
 LENGTHS = torch.tensor([3, 1, 5, 2, 4, 4])
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo", "luspo")

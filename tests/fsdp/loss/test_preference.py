@@ -15,7 +15,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective
 from mindspeed_mm.fsdp.loss.preference import PAIR_LOSS, loss_weights
-from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.params.posttrain_args import PAIR_LOSSES, DpoArguments
 from tests.helpers.trl_losses import trl_pair_loss
 

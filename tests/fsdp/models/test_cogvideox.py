@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_mm.fsdp.models.cogvideox.modeling_cogvideox import noised_picture
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.latents import model_range
 
 
 def test_a_given_picture_bears_noise_of_the_published_strength() -> None:

@@ -15,8 +15,8 @@ import yaml
 
 from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.datasets.cosyvoice import sequences
-from mindspeed_mm.fsdp.data.datasets.cosyvoice.sequences import SpeechRows
+from mindspeed_mm.fsdp.data.datasets.cosyvoice import cosyvoice_dataset
+from mindspeed_mm.fsdp.data.datasets.cosyvoice.cosyvoice_dataset import SpeechRows
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM, Mark
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.helpers.runs import mm, train
@@ -113,13 +113,18 @@ def test_sequences_are_those_of_the_definition(
     ids, labels = (rows.mixed if mixed else rows.whole)(prompt, text, speech).arrays()
     inputs, targets = by_definition(prompt, text, speech, mixed)
     assert ids[:-1].tolist() == [token + (100 if kind == "speech" else 0) for kind, token in inputs]
-    assert ids[-1] == 100 + CODEC + sequences.END
+    assert ids[-1] == 100 + CODEC + cosyvoice_dataset.END
     assert labels[0] == -100
     assert labels[1:].tolist() == targets
 
 
 def test_marks_stand_where_the_model_has_them() -> None:
-    assert [*Mark] == [sequences.START, sequences.END, sequences.SPEECH_FOLLOWS, sequences.TEXT_FOLLOWS]
+    assert [*Mark] == [
+        cosyvoice_dataset.START,
+        cosyvoice_dataset.END,
+        cosyvoice_dataset.SPEECH_FOLLOWS,
+        cosyvoice_dataset.TEXT_FOLLOWS,
+    ]
 
 
 @pytest.mark.parametrize(("prompt", "text", "speech", "mixed"), CASES)

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow, released_noise
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow, FlowSizes, released_noise
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
 from tests.helpers.tiny_cosyvoice3 import FLOW, VOCODER, small_flow, small_vocoder
 

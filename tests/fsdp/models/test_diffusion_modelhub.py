@@ -16,8 +16,8 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
-from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec

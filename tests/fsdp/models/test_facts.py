@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import Share, meta_copy
+from mindspeed_mm.fsdp.models.structure.stages import Share, meta_copy
 
 PACKAGE = Path(__file__).parents[3] / "mindspeed_mm"
 

@@ -16,9 +16,17 @@ from torch import nn
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.geometry import LTX2_VAE, LatentSizes, by_blocks, by_settings
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_BUFFERS, BY_SETTINGS, LatentScale
-from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.latents import (
+    BY_BUFFERS,
+    BY_SETTINGS,
+    LTX2_VAE,
+    LatentScale,
+    LatentSizes,
+    by_blocks,
+    by_settings,
+    pack,
+    unpack,
+)
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, POOLED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.sd3.modeling_sd3 import StableDiffusion3Adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments

@@ -13,8 +13,7 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil, pack, unpack
 from mindspeed_mm.fsdp.models.flux.modeling_flux import FluxAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from tests.helpers.denoising import denoise, text_batch

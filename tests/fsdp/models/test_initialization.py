@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel, WeightInitMixin
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize, parameters_on_meta
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
+from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from tests.helpers.runs import mm
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_run import make_rows, make_tiny_run

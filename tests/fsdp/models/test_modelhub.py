@@ -19,7 +19,7 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.register import model_register

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import Qwen3ForCausalLM
 
+from mindspeed_mm.fsdp.models.loading.construction import as_written, changed, write_own_settings
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.own_settings import as_written, changed, write_own_settings
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 from tests.helpers.tiny_models import make_tiny_qwen3

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.positions import (
     as_whole_numbers,
     find_rope_index,
 )
-from mindspeed_mm.fsdp.models.behaviour import packed_rows, segmented_mixer
+from mindspeed_mm.fsdp.models.behaviour import packed_rows
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, AttentionError, without_borders
 from mindspeed_mm.fsdp.params.data_args import CollateParam
@@ -203,18 +203,18 @@ def test_packed_with_recompute(name: str) -> None:
 
 def test_documents_of_nearly_one_length_go_through_a_mixer_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator."""
-    monkeypatch.setattr(segmented_mixer, "waste_on", lambda device: 10.0)
+    monkeypatch.setattr(packed_rows, "waste_on", lambda device: 10.0)
     compare_steps(one_by_one("qwen3_5"), packed("qwen3_5"), 1e-10)
 
 
 def test_buckets() -> None:
-    assert segmented_mixer.buckets([5, 1, 5, 4, 0, 1], 0.0) == [[0, 2], [3], [1, 5]]
-    assert segmented_mixer.buckets([5, 1, 5, 4, 0, 1], 0.25) == [[0, 2, 3], [1, 5]]
+    assert packed_rows.buckets([5, 1, 5, 4, 0, 1], 0.0) == [[0, 2], [3], [1, 5]]
+    assert packed_rows.buckets([5, 1, 5, 4, 0, 1], 0.25) == [[0, 2, 3], [1, 5]]
     lengths = torch.randint(1, 2000, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    for bucket in segmented_mixer.buckets(lengths, 0.25):
+    for bucket in packed_rows.buckets(lengths, 0.25):
         real = sum(lengths[n] for n in bucket)
         assert max(lengths[n] for n in bucket) * len(bucket) <= 1.25 * real
-    assert sorted(n for bucket in segmented_mixer.buckets(lengths, 0.25) for n in bucket) == list(range(100))
+    assert sorted(n for bucket in packed_rows.buckets(lengths, 0.25) for n in bucket) == list(range(100))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.datasets.qwen3omni_talker.layout import spoken_answer
+from mindspeed_mm.fsdp.data.datasets.qwen3omni_talker.qwen3omni_talker_dataset import spoken_answer
 from mindspeed_mm.fsdp.loss.router_aux import find_routers
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import speaker_mel
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.language_objective import WithCodePredictor
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, build_objective

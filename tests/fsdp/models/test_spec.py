@@ -11,9 +11,9 @@ from torch import nn
 
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters, tie_groups
 from mindspeed_mm.fsdp.models.structure.towers import Tower, find_towers, flat_tensors
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters, tie_groups
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_omni import make_tiny_omni
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.loading import stream
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces, local_tensor
-from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec

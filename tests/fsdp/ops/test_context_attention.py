@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.ops.context_attention import language, layer, ring
+from mindspeed_mm.fsdp.ops.context_attention import language, layer
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, CpuKernel, MathKernel, NpuKernel
 from mindspeed_mm.fsdp.ops.context_attention.language import AttentionRule, gathered_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
@@ -282,7 +282,7 @@ def planted(fault: str) -> AbstractContextManager[Any]:
             total.add_(part)
             lse.copy_(torch.logaddexp(lse, part_lse))
 
-        return mock.patch.object(ring, "merge_", add)
+        return mock.patch.object(layer, "merge_", add)
     raise KeyError(fault)
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.optimizer import adamw, build, state_formats, streaming
+from mindspeed_mm.fsdp.optimizer import adamw, build, offload, state_formats
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer, kind_of
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
-from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
+from mindspeed_mm.fsdp.optimizer.offload import offloaded
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
@@ -88,7 +88,7 @@ def test_equals_torch_to_the_bit(ways: tuple[str, ...], dtype: torch.dtype, fuse
 
 def test_lost_copy_home_is_seen(small_pieces: None) -> None:
     """The control: moments that are not brought back to the host."""
-    with mock.patch.object(streaming, "_take_home", lambda *_: None), pytest.raises(AssertionError):
+    with mock.patch.object(offload, "_take_home", lambda *_: None), pytest.raises(AssertionError):
         assert_same(trained(), trained(optimizer="adamw_swap"))
 
 

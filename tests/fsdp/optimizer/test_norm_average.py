@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from mindspeed_mm.fsdp.optimizer.norm_average import NormAverage
+from mindspeed_mm.fsdp.optimizer.clip_grad import NormAverage
 from tests.helpers.runs import differing, lines, mm, tensors, train
 from tests.helpers.tiny_run import make_tiny_run
 

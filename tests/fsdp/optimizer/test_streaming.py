@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_mm.fsdp.optimizer import streaming
-from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES, StreamedItem, bucket_bytes, in_buckets, work_in_buckets
+from mindspeed_mm.fsdp.optimizer import offload
+from mindspeed_mm.fsdp.optimizer.offload import MOST_BYTES, StreamedItem, bucket_bytes, in_buckets, work_in_buckets
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_what_visits_goes_home_changed_and_gifts_do_not() -> None:
 def test_two_buffers_of_the_largest_bucket(monkeypatch) -> None:
     taken: list[int] = []
     real = torch.empty
-    monkeypatch.setattr(streaming.torch, "empty", lambda size, **options: taken.append(size) or real(size, **options))
+    monkeypatch.setattr(offload.torch, "empty", lambda size, **options: taken.append(size) or real(size, **options))
     work_in_buckets(items(9), lambda _: None, 2048, CPU)
     assert taken == [2048, 2048]
 

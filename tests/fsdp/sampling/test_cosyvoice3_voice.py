@@ -22,8 +22,13 @@ from mindspeed_mm.core.errors import DataError, MMError, UsageError  # noqa: E40
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM  # noqa: E402
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError  # noqa: E402
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence  # noqa: E402
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice, passages  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import (  # noqa: E402  # noqa: E402
+    CosyVoice3Voice,
+    RepetitionAware,
+    TokenSpeaker,
+    passages,
+    without_long_silence,
+)
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice  # noqa: E402
 from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, SPECIAL, VOCODER, make_tiny_cosyvoice3, sound_by_parts  # noqa: E402
 from tests.helpers.tiny_processors import byte_tokenizer  # noqa: E402

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import DataError, MMError, ModelFolderError, UsageError
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import speaker_mel
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, load_voice

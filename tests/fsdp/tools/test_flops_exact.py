@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.models.behaviour.multi_token import attach_multi_token
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.fsdp.tools.flops_tool.count import Flops

@@ -15,8 +15,8 @@ import torch
 from mindspeed_mm.fsdp.distributed import torch_parallelize
 from mindspeed_mm.fsdp.distributed.expert import dispatch as expert_parallel_dispatch
 from mindspeed_mm.fsdp.loss import router_aux
+from mindspeed_mm.fsdp.models.structure.stages import RouterPassing
 from mindspeed_mm.fsdp.ops import experts
-from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, HYBRID, INTERLEAVED, PP, RING, TP, ULYSSES

@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.fsdp.loss.sde_steps import SdeSteps
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.latents import pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser, blank_text
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
 from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts

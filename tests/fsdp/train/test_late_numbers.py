@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.checkpoint import CheckpointHook
 from mindspeed_mm.fsdp.train.hooks.log import LogHook
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
-from mindspeed_mm.fsdp.train.step.launched import LaunchedStep, left_out_on_device
+from mindspeed_mm.fsdp.train.step.tally import LaunchedStep, left_out_on_device
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.device import ArrivingNumbers

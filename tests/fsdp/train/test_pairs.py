@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, UsageError
-from mindspeed_mm.fsdp.models.behaviour import media_once
+from mindspeed_mm.fsdp.models.behaviour import shared_media
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs, is_stored_log_probs
@@ -61,7 +61,7 @@ def steps(yaml: str, *words: str) -> Any:
 def test_pictures_that_both_answers_show_are_encoded_once(yaml: str) -> None:
     with counted_patches() as once:
         first = steps(yaml, *LORA)
-    with mock.patch.object(media_once, "_takes_grids", lambda _: False), counted_patches() as twice:
+    with mock.patch.object(shared_media, "_takes_grids", lambda _: False), counted_patches() as twice:
         second = steps(yaml, *LORA)
     assert once and [2 * patches for patches in once] == twice
     compare_steps(second, first, 1e-12)

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError
 from mindspeed_mm.core.outbound import OutboundError
-from mindspeed_mm.fsdp.models.behaviour import media_once
+from mindspeed_mm.fsdp.models.behaviour import shared_media
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
 from mindspeed_mm.fsdp.posttrain_rewards.http import HttpReward
 from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
@@ -138,7 +138,7 @@ def test_a_picture_is_encoded_once_for_the_answers_to_it(tmp_path: Path, beta: f
     yaml = str(make_tiny_run(tmp_path, training=training, parallel=FP64["parallel"], posttrain=posttrain))
     with keeping_double(), counted_patches() as once:
         first = train_steps(yaml, [])
-    with mock.patch.object(media_once, "_takes_grids", lambda _: False), keeping_double(), counted_patches() as often:
+    with mock.patch.object(shared_media, "_takes_grids", lambda _: False), keeping_double(), counted_patches() as often:
         second = train_steps(yaml, [])
     assert once and [4 * patches for patches in once] == often
     compare_steps(second, first, 1e-12)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 _Coding = tuple[int, tuple[int, ...], int]
 """Number of the table, shape and repeats: what travels beside bytes."""

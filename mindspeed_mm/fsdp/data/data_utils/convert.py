@@ -19,11 +19,16 @@ from mindspeed_mm.fsdp.data.data_utils.rows.messages import (
     from_messages,
     has_role,
 )
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
+    ATTR_KEY,
+    Row,
+    note_columns,
+    note_paths,
+    text_of,
+    wrong_field,
+)
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_columns, note_paths
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, options_of
-from mindspeed_mm.fsdp.data.data_utils.turns import check_turns
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, check_turns, options_of
 
 
 def convert_row(

@@ -24,8 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     MediaPlugin,
     tokens_of_media,
 )
-from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import write_items_of
-from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed
+from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed, write_items_of
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span, without_marks
 from mindspeed_mm.fsdp.data.data_utils.sample import (
@@ -36,9 +35,9 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     SampleSize,
     TooLongError,
     count_media,
+    is_usual,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
-from mindspeed_mm.fsdp.data.data_utils.turns import is_usual
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 

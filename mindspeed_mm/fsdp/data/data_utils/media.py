@@ -40,7 +40,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, Sample, options_of
 from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 DEFAULT_SAMPLING_RATE = 16000
 """Sampling rate of audio in Hz, where neither the configuration nor the processor says."""
@@ -107,7 +107,7 @@ class MediaLoader:
         self.limits = limits or MediaLimits()
         urls, folders = [], [self.dataset_dir]
         for root in map(str, media_roots):
-            if _is_web(root):
+            if root.lower().startswith(("http://", "https://")):
                 urls.append(root)
             else:
                 folders.append(os.path.realpath(root))
@@ -381,10 +381,6 @@ def decode_data_url(item: str) -> tuple[bytes, str]:
 def names_file(item: str) -> bool:
     """Whether the text of a medium is a path, and neither a URL nor base64."""
     return "\x00" not in item and not _is_remote(item) and not _BASE64.fullmatch(item)
-
-
-def _is_web(root: str) -> bool:
-    return root.lower().startswith(("http://", "https://"))
 
 
 def refuse_remote(item: str, where: str = "") -> None:

@@ -16,15 +16,14 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, PixelBudget
-from mindspeed_mm.fsdp.data.data_utils.plugins.drawing_plugin import DrawingPlugin, build_drawing_plugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     ItemSize,
     MediaFeatures,
     MediaPlugin,
     Placeholder,
 )
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import DrawingPlugin, build_drawing_plugin, build_qwen_plugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin
-from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import build_qwen_plugin
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import with_objects
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, Sample, options_of
 from mindspeed_mm.fsdp.utils.processor import check_media_processor, tokenizer_of

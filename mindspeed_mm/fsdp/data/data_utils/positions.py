@@ -15,9 +15,9 @@ import torch
 
 from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.fsdp.models.loading.folder import trained_config
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

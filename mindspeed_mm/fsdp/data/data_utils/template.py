@@ -24,12 +24,12 @@ from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import (
     FORMATS,
     whisper_format,
 )
-from mindspeed_mm.fsdp.data.data_utils.turns import joined, words_said
+from mindspeed_mm.fsdp.data.data_utils.sample import joined, words_said
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.processor import chat_templates_of, check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _BASIC = "data.dataset_param.basic_parameters"
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"})

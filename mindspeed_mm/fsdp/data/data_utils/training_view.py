@@ -27,9 +27,9 @@ from mindspeed_mm.fsdp.models.added_tokens import resolve_added_tokens, write_ro
 from mindspeed_mm.fsdp.params.cards import dataset_modules
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.params.value_types import Section
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
@@ -133,8 +133,8 @@ def check_trained_with(folder: Path, *, reads_rows_itself: bool = True) -> None:
         raise ConfigError(
             f"the model was trained with the media plugin {media['class']} for {media['name']}, which is not there",
             where=str(folder / VIEW_FILE),
-            way_out=f"Name its package: --plugin {_package(media)}, or --config with a YAML that lists it in "
-            f"training.plugin. To do without it, remove '{_MEDIA}' from the file.",
+            way_out=f"Name its package: --plugin {media['class'].rpartition('.')[0]}, or --config with a YAML that "
+            f"lists it in training.plugin. To do without it, remove '{_MEDIA}' from the file.",
         )
     if rows is not None and reads_rows_itself:
         warnings.warn(
@@ -153,10 +153,6 @@ def _trained_with(folder: Path) -> dict[str, dict[str, str]]:
         return {kind: {key: str(entry[key]) for key in ("name", "class")} for kind, entry in found.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _broken(path, error) from error
-
-
-def _package(entry: Mapping[str, str]) -> str:
-    return entry["class"].rpartition(".")[0]
 
 
 def _plugins_of(param: DatasetParam, processor: object) -> dict[str, dict[str, str]]:

@@ -30,10 +30,9 @@ from mindspeed_mm.fsdp.data.dataloader.order import (
     rows_as_they_stand,
     too_few,
 )
-from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, StepPlan, divided, plan_step
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, StepPlan, StepPlanner, divided, plan_step
 from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, Picks
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
-from mindspeed_mm.fsdp.data.dataloader.step_planner import StepPlanner
 
 SHARE_ROWS = 32
 """Rows that a rank measures at a time."""

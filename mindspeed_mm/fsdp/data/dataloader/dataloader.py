@@ -19,9 +19,8 @@ from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, De
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step
 from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
-from mindspeed_mm.fsdp.data.dataloader.preload import preloaded
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.transport import PackedBatch, SharedSlots, preloaded
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions, WorkerPool
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 

@@ -25,8 +25,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skippin
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_batch_lengths, check_lengths
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
 from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, seeded
+from mindspeed_mm.fsdp.data.dataloader.transport import PackedBatch, SharedSlots
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 _MOST_REPLACEMENTS = 100

@@ -1,7 +1,7 @@
 """One process beside the trainer that answers what it is asked, in that order: the trainer's thread goes on meanwhile.
 
 What is asked and answered goes through a pipe, so it is to be short: more than its buffer holds would let both wait for
-each other. Larger things lie in memory that both share (`shared_slots.py`).
+each other. Larger things lie in memory that both share (`transport.py`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch.utils.data._utils import signal_handling
 
 from mindspeed_mm.core.errors import DataError, MachineError, first_names
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.transport import SLOT_BYTES, SharedSlots
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0

@@ -5,10 +5,10 @@ one line for each row of the data, `skipped.jsonl` the rows that could not be us
 of the empty caption. The index is written last: a folder without it is not finished.
 """
 
-from mindspeed_mm.fsdp.data.feature_store.precomputed import PrecomputedFeatures as PrecomputedFeatures
-from mindspeed_mm.fsdp.data.feature_store.precomputed import PrecomputedLayout as PrecomputedLayout
-from mindspeed_mm.fsdp.data.feature_store.provenance import check_provenance as check_provenance
+from mindspeed_mm.fsdp.data.feature_store.description import check_provenance as check_provenance
+from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord as FeatureRecord
+from mindspeed_mm.fsdp.data.feature_store.feature_file import SkippedRow as SkippedRow
+from mindspeed_mm.fsdp.data.feature_store.legacy import PrecomputedFeatures as PrecomputedFeatures
+from mindspeed_mm.fsdp.data.feature_store.legacy import PrecomputedLayout as PrecomputedLayout
 from mindspeed_mm.fsdp.data.feature_store.reader import FeatureStore as FeatureStore
 from mindspeed_mm.fsdp.data.feature_store.reader import open_features as open_features
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord as FeatureRecord
-from mindspeed_mm.fsdp.data.feature_store.records import SkippedRow as SkippedRow

@@ -12,19 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.feature_store.description import Description, check_fits, read_description
+from mindspeed_mm.fsdp.data.feature_store.description import Components, Description, check_fits, read_description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
+    FeatureRecord,
+    SkippedRow,
     check_file,
     has_checksum,
     read_facts,
     read_tensors,
+    tensor_name,
 )
-from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import count_done, read_index, read_skipped
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder, count_done, read_index, read_skipped
 from mindspeed_mm.fsdp.data.feature_store.legacy import LIST_FILE, LegacyFeatureStore
-from mindspeed_mm.fsdp.data.feature_store.provenance import Components
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
 from mindspeed_mm.fsdp.distributed.context.plan import KEYS, ContextPlan, find_decoder
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
-from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.models.structure.stages import own_names
 from mindspeed_mm.fsdp.ops.attention import is_right_padded
 from mindspeed_mm.fsdp.ops.context_attention.language import register_context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups

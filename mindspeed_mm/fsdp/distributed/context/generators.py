@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.patterns import compile_pattern
-from mindspeed_mm.fsdp.models.behaviour.rebinding import function_with
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, attend_to_whole
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, Along, SamplePlan, Streams
-from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import Along, SamplePlan, Streams
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, IMAGE, ContextShare
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs, function_with
 from mindspeed_mm.fsdp.ops.skiparse import Attend, SkiparseSets, skiparse_attention
 
 KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from mindspeed_mm.fsdp.distributed.collectives import sharded_along
 from mindspeed_mm.fsdp.distributed.expert.deepep import DeepEP, DeepEPBuffer
 from mindspeed_mm.fsdp.distributed.expert.dispatch import (
     AllGather,
@@ -29,7 +28,8 @@ from mindspeed_mm.fsdp.distributed.expert.dispatch import (
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, has_own_forward
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import ShardOptions
-from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.models.structure.stages import own_names
+from mindspeed_mm.fsdp.ops.collectives import sharded_along
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens

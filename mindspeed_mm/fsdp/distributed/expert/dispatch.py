@@ -20,8 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
-from mindspeed_mm.fsdp.ops.all_to_all import exchange_rows
+from mindspeed_mm.fsdp.ops.collectives import (
+    AxisRanks,
+    all_gather_single,
+    exchange_rows,
+    reduce_scatter_single,
+    with_gradient,
+)
 from mindspeed_mm.fsdp.ops.experts import (
     ExpertModule,
     ExpertsForward,

@@ -23,14 +23,12 @@ from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary
 from mindspeed_mm.fsdp.distributed.pipeline.cut import cut_to_rank, stage_owners
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_schedule, plan_stages
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
-from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import own_sharding
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
-from mindspeed_mm.fsdp.models.structure.share import Share, meta_copy
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
-from mindspeed_mm.fsdp.ops.stages import RouterPassing
+from mindspeed_mm.fsdp.models.structure.stages import KEY, RouterPassing, Share, find_cut_points, meta_copy
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters
 
 
 class Pipeline:

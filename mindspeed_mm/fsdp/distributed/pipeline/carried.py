@@ -26,9 +26,9 @@ from mindspeed_mm.fsdp.distributed.pipeline.cut import (
     tensors_among,
 )
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.structure.stages import RouterPassing, StageExit
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
-from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 Shape = tuple[int, ...]
@@ -153,7 +153,10 @@ class CarriedDeepstack(Carried):
         if self._features is None:  # no image in this micro-batch
             return tuple(torch.zeros_like(hidden) for _ in range(ahead))
         assert self._places is not None
-        return tuple(_spread(each, self._places, hidden) for each in self._features[self._levels - ahead :])
+        return tuple(
+            torch.zeros_like(hidden).masked_scatter(self._places[..., None], each.to(hidden.dtype))
+            for each in self._features[self._levels - ahead :]
+        )
 
     def _note(self, _module: nn.Module, _args: object, kwargs: Kwargs) -> None:
         self._features, self._places = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
@@ -167,10 +170,6 @@ class CarriedDeepstack(Carried):
         everywhere = torch.ones(self.received[0].shape[:-1], dtype=torch.bool, device=rows.device)
         features = [*passed, *(each.flatten(0, -2) for each in self.received)]
         return args, {**kwargs, "visual_pos_masks": everywhere, "deepstack_visual_embeds": features}
-
-
-def _spread(features: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
-    return torch.zeros_like(hidden).masked_scatter(places[..., None], features.to(hidden.dtype))
 
 
 class Boundary:

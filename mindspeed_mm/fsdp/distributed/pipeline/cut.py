@@ -21,10 +21,9 @@ from typing_extensions import override
 
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.models.structure.stages import PlaceholderModule, StageExit
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
-from mindspeed_mm.fsdp.ops.stages import StageExit
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers", *_HOOKS)

@@ -12,9 +12,9 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside
-from mindspeed_mm.fsdp.models.structure.cut_points import KEY, CutPoints
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.models.structure.stages import KEY, CutPoints
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters
 
 SPLIT_KEY = "parallel.pp_plan.split_points"
 _NEEDS_TORCH = {"zbv": "2.13"}

@@ -15,9 +15,8 @@ from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried, Lo
 from mindspeed_mm.fsdp.distributed.pipeline.cut import arguments_of, entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
-from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.models.structure.stages import StageExit, own_names
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
-from mindspeed_mm.fsdp.ops.stages import StageExit
 
 
 @dataclass

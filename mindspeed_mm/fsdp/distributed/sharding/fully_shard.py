@@ -1,4 +1,5 @@
-"""Sharding of parameters, gradients and optimizer state with torch's `fully_shard` (FSDP2).
+"""Sharding of parameters, gradients and optimizer state with torch's `fully_shard` (FSDP2), or by a hook of the model's
+own.
 
 One mechanism serves every plan: ZeRO-3, ZeRO-2, hybrid sharding, replication (hybrid sharding with shards of one rank)
 and a single process. Gradients are *summed* over ranks: the loss carries the divisor.
@@ -28,7 +29,7 @@ from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, c
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.fsdp.utils.model_parts import has_all
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 _keeps_parameters: WeakSet[FSDPModule] = WeakSet()
 """Units that stay whole for the length of a pass: cutting them between micro-batches saves no memory at the peak."""
@@ -412,3 +413,15 @@ def _stacks(units: Sequence[Unit]) -> Mapping[str, list[Unit]]:
         if len(unit.names) == 1:
             stacks.setdefault(unit.stack, []).append(unit)
     return stacks
+
+
+def own_sharding(model: nn.Module) -> Callable[[FsdpPlan], bool] | None:
+    """A model's `fully_shard(fsdp_plan)`, which returns whether it has done the work; None where it has none.
+
+    A base class may bring the hook for those of its models that need one: it then has `shards_itself()`, too, which is
+    False for the others.
+    """
+    decides = attribute_at(model, "shards_itself")
+    if decides is not None and not decides():
+        return None
+    return attribute_at(model, "fully_shard")

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mm.core.patterns import is_inside
-from mindspeed_mm.fsdp.distributed.collectives import sharded_along
-from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed.tensor.collectives import SplitVocabulary, TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.forward import (
     ColumnForward,
     EmbeddingForward,
@@ -33,9 +32,9 @@ from mindspeed_mm.fsdp.distributed.tensor.sequence import (
     sequence_regions,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.models.structure.stages import own_names
+from mindspeed_mm.fsdp.ops.collectives import sharded_along
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 

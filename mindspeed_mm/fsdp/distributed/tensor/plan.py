@@ -18,7 +18,6 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 from mindspeed_mm.fsdp.utils.model_parts import (
     attribute_at,
@@ -27,6 +26,7 @@ from mindspeed_mm.fsdp.utils.model_parts import (
     head_of,
     module_names,
     name_of,
+    shared_parameters,
     weight_of,
 )
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.parallel_state import job_mesh
-from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import own_sharding
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.host_weights import HostWeights
+from mindspeed_mm.fsdp.models.loading.meta_device import HostWeights
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 

@@ -27,7 +27,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.compiled_calls import CompiledForward, CompiledKind, CountedBackend
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
-from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
+from mindspeed_mm.fsdp.ops.host_values import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names

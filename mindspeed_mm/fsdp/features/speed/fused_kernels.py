@@ -20,9 +20,15 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.speed.choice import FUSED_KEY, SpeedChoice
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators, fused_operators
-from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import (
+    Forward,
+    ForwardKind,
+    called_globals,
+    global_of,
+    rebind_globals,
+    replace_forward,
+)
 from mindspeed_mm.fsdp.ops.layer_operators import plain_norm, plain_rotary
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 

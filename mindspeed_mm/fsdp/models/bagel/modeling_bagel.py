@@ -33,7 +33,7 @@ from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.bagel.configuration_bagel import BagelConfig
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
-from mindspeed_mm.fsdp.models.diffusion.picture_tokens import places_of
+from mindspeed_mm.fsdp.models.diffusion.latents import places_of
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.device import current_device

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.ops.forward_stack import Forward
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at

@@ -24,7 +24,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, has_all, head_of
 

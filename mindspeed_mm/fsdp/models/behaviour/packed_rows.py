@@ -1,30 +1,41 @@
 """Lets a language model take packed rows: documents one behind the other in one row, none of which sees another.
 
 Attention learns of the borders by itself (`ops.attention`). What is left: layers with a state are run document by
-document, towers do not get the text's borders, masks of image blocks are made here, and models that are not known
-to keep documents apart are refused.
+document (`SegmentedForward`), towers do not get the text's borders, masks of image blocks are made here, and models
+that are not known to keep documents apart are refused.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.patterns import holding_others
-from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
-from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME, PADDING_KEY, register_attention, without_borders
+from mindspeed_mm.fsdp.ops.attention import (
+    ATTENTION_NAME,
+    PADDING_KEY,
+    check_borders,
+    register_attention,
+    without_borders,
+)
 from mindspeed_mm.fsdp.ops.attention_kernels import OF_PACKAGES
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
+from mindspeed_mm.fsdp.ops.host_values import host_values, outside_graphs
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
 
 KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
@@ -149,7 +160,11 @@ def _calls_attention_interface(model: nn.Module) -> bool:
 
 def attention_problems(requested: str | None, model: nn.Module | None = None) -> Iterator[Problem]:
     """Why an attention kernel cannot serve packed rows of a model."""
-    caps = model is not None and _is_of_transformers(model) and _caps_scores(model)
+    caps = (
+        model is not None
+        and _is_of_transformers(model)
+        and bool(attribute_at(model.config.get_text_config(), "attn_logit_softcapping"))
+    )
     if caps and requested != "flash_attention_2":
         yield Problem(
             "the model caps the scores of attention, which 'flash_attention_2' alone does in packed rows",
@@ -163,10 +178,6 @@ def attention_problems(requested: str | None, model: nn.Module | None = None) ->
             key=_ATTENTION_KEY,
             way_out=f"Leave it out, or take one of {', '.join(_KNOW_BORDERS)}.",
         )
-
-
-def _caps_scores(model: PreTrainedModel) -> bool:
-    return bool(attribute_at(model.config.get_text_config(), "attn_logit_softcapping"))
 
 
 def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:
@@ -291,3 +302,78 @@ def block_masks(
         return full_TT[None, None]
     sliding_TT = full_TT & (distance_TT < window)
     return {"full_attention": full_TT[None, None], "sliding_attention": sliding_TT[None, None]}
+
+
+class SegmentedForward:
+    """Stands for a layer's `forward`; calls without borders go through.
+
+    Args:
+        mixer: Called with `hidden_states` (1, T, C) by name, returns (1, T, C) or a tuple that begins with it.
+    """
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self._forward = mixer.forward
+
+    @outside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output for a packed row."""
+        borders = kwargs.get("cu_seq_lens_q")
+        if borders is None:
+            return self._forward(*args, **kwargs)
+        hidden_1TC = args[0] if args else kwargs["hidden_states"]
+        places = host_values(borders)
+        check_borders(places, hidden_1TC[:, None])
+        own = without_borders(kwargs)
+        spans = list(pairwise(places))
+        lengths = [stop - start for start, stop in spans]
+        pieces: dict[int, Tensor] = {}
+        others: tuple[Any, ...] | None = None  # what the layer returns beside hidden states, if it returns a tuple
+        for bucket in buckets(lengths, waste_on(hidden_1TC.device)):
+            cut = partial(_rows_of, length=hidden_1TC.shape[1], spans=[spans[document] for document in bucket])
+            bucket_args, bucket_kwargs = tree_map_only(Tensor, cut, (args, own))
+            output = self._forward(*bucket_args, **bucket_kwargs)
+            if isinstance(output, tuple):
+                output, *rest = output
+                others = tuple(rest)
+            for row, document in enumerate(bucket):
+                pieces[document] = output[row, : lengths[document]]
+        # Empty documents are in no bucket, and have no tokens to be put back.
+        joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
+        return joined if others is None else (joined, *others)
+
+
+def waste_on(device: torch.device) -> float:
+    """Most padding of a batch of documents, of its real tokens: an accelerator gains by computing more of them at once,
+    a CPU does not."""
+    return 0.0 if device.type == "cpu" else 0.25
+
+
+def buckets(lengths: Sequence[int], waste: float) -> list[list[int]]:
+    """Documents that are computed at once, by their numbers; empty ones are left out.
+
+    Args:
+        lengths: Tokens of each.
+        waste: Most padding, of the real tokens of a bucket.
+    """
+    found: list[list[int]] = []
+    tokens = 0
+    # From the longest to the shortest: all rows of a bucket are filled up to its first one.
+    documents = [number for number, length in enumerate(lengths) if length]
+    documents.sort(key=lambda number: -lengths[number])
+    for document in documents:
+        tokens += lengths[document]
+        if found:
+            longest = lengths[found[-1][0]]
+            if longest * (len(found[-1]) + 1) <= (1 + waste) * tokens:
+                found[-1].append(document)
+                continue
+        found.append([document])
+        tokens = lengths[document]
+    return found
+
+
+def _rows_of(tensor: Tensor, length: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """(documents, longest, …) of (1, length, …); other tensors stay."""
+    if tensor.dim() < 2 or tensor.shape[:2] != (1, length):
+        return tensor
+    return pad_sequence([tensor[0, start:stop] for start, stop in spans], batch_first=True)

@@ -26,8 +26,8 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.lora.names import base_name
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters
 
 KEY = "training.lora.quantize"
 _NEEDS_TORCH = "2.13"

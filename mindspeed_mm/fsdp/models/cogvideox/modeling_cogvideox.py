@@ -16,17 +16,16 @@ from typing_extensions import override
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TransformerOutput
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_blocks
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import GIVEN, ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes, by_blocks, model_range, posterior_mode
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.diffusion.text_rows import UNGUIDED, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE, TEXT
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
+from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import (
     DeepseekVLV2Config,
     DeepseekVLV2VisionConfig,

@@ -20,10 +20,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.models.diffusion.family_facts import FamilyFolder
 from mindspeed_mm.fsdp.models.diffusion.family_facts import Requirement as Requirement  # plugins take it from here
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode
+from mindspeed_mm.fsdp.models.diffusion.latents import as_bytes, pack, posterior_mode, unpack
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
-from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_bytes
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
@@ -164,7 +162,7 @@ class DiffusionAdapter(FamilyFolder):
         return {}
 
     def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
-        """Features of a caption from a file of Lightricks' trainer (`feature_store/precomputed.py`), for the families
+        """Features of a caption from a file of Lightricks' trainer (`feature_store/legacy.py`), for the families
         that it trains.
 
         Args:

@@ -11,13 +11,11 @@ from typing import Any, ClassVar
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
-from mindspeed_mm.fsdp.models.diffusion.generator_folder import GeneratorFolder
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import LatentScale
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import GeneratorFolder, ReleaseUse, usage_of
+from mindspeed_mm.fsdp.models.diffusion.latents import LatentScale, LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse, usage_of
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 
 _WIDTHS = ("d_model", "hidden_size", "latent_channels", "latent_dim", "z_dim")
@@ -206,7 +204,7 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
 
     @cached_property
     def usage(self) -> ReleaseUse:
-        """How the folder's release is used, see `diffusion/usage.py`."""
+        """How the folder's release is used, see `diffusion/generator_folder.py`."""
         return usage_of(self.uses, self.setting)
 
     @property
@@ -322,3 +320,22 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         """Whether what asks is a component of which nothing is known: runs that use it say so themselves."""
         name = need.source.partition(":")[0]
         return self.lacks(name) and name not in self.noted
+
+
+_OWN = ("to_q", "to_k", "to_v", "to_out.0")
+_OF_CAPTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""Of captions that join in an attention."""
+
+
+def layers_of(*attentions: str, with_captions: bool = False) -> tuple[str, ...]:
+    """Patterns of the layers of some attentions, such as LoRA adapts.
+
+    Args:
+        attentions: Patterns of the attentions.
+        with_captions: Also the layers of captions that join in.
+    """
+    layers = (*_OWN, *_OF_CAPTIONS) if with_captions else _OWN
+    patterns: list[str] = []
+    for attention in attentions:
+        patterns += [f"{attention}.{layer}" for layer in layers]
+    return tuple(patterns)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled, unscaled
+from mindspeed_mm.fsdp.models.diffusion.latents import scaled, unscaled
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL

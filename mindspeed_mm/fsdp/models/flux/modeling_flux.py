@@ -10,15 +10,14 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import PATCH, LatentSizes, model_range, pack
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
-from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, POOLED, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE, TEXT
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 

@@ -11,14 +11,14 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes, as_pil, by_settings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE, TEXT
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 

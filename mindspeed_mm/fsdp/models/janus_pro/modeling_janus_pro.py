@@ -18,7 +18,7 @@ from transformers.models.janus.modeling_janus import JanusCausalLMOutputWithPast
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
+from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at

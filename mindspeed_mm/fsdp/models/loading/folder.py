@@ -1,7 +1,8 @@
-"""Reads a model folder's config.json with suspicion, and finds the class that it describes.
+"""Reads a model folder's config.json with suspicion, and finds the class that it describes and what of it is trained.
 
 A folder is data: its own Python files run only when `model.trust_remote_code` says so and transformers has no class of
-its own for the model.
+its own for the model. Of Qwen-Omni the thinker is trained, which sees, hears and answers in text. The talker and the
+speech decoder beside it are not loaded; an export has them as they were.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 
 from mindspeed_mm.checkpoint.dequantized import read_quantization
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import inherit_rules
-from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.plugins import hash_of_files
+from mindspeed_mm.fsdp.utils.quiet import quiet
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig
+
 
 _KEY = "model.model_name_or_path"
 STATE = re.compile(
@@ -301,3 +307,83 @@ def check_all_loaded(report: Mapping[str, Iterable[object]], folder: Path) -> No
             where=str(folder),
             way_out="The weights do not belong to this config.json.",
         )
+
+
+_TRAINED = "thinker_config"
+OTHERS = r"^(talker|token2wav|code2wav)\."
+"""Keys of the models beside a thinker, which transformers before 5.23 does not list among those that it passes over."""
+
+
+def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the model that is trained: a section of one that describes several models, else itself."""
+    trained: PreTrainedConfig = attribute_at(config, _TRAINED, config)
+    return trained
+
+
+def check_parts(config: PreTrainedConfig, folder: Path) -> None:
+    """Raise `ModelFolderError` when a model that a folder's configuration describes has no weights there.
+
+    Args:
+        config: transformers' object of the whole folder. With `enable_audio_output: false` it describes the thinker
+            alone, whatever sections it has.
+        folder: With config.json; one without any weights is no concern of this check.
+    """
+    if not has_all(config, _TRAINED) or not any(folder.glob("*.safetensors")):
+        return
+    sections = [_TRAINED]
+    if attribute_at(config, "enable_audio_output", True):
+        sections = list(type(config).sub_configs)
+    with open_weights(folder) as stored:
+        there = {key.partition(".")[0] for key in stored}
+    problems = []
+    for section in sections:
+        name = section.removesuffix("_config")
+        if name not in there:
+            problems.append(Problem("no key begins so", key=f"{name}."))
+    if problems:
+        raise ModelFolderError(
+            f"{folder}: config.json describes models whose weights are not stored. Copy every file of the released "
+            "folder; one without speech says enable_audio_output: false.",
+            problems=problems,
+        )
+
+
+def pass_over_others(model: nn.Module) -> None:
+    """Let the loading of a thinker pass over what lies beside it in a released folder."""
+    if attribute_at(model, "config.model_type", "").endswith("_thinker"):
+        known = attribute_at(model, "_keys_to_ignore_on_load_unexpected", ())
+        model._keys_to_ignore_on_load_unexpected = [*known, OTHERS]  # type: ignore[assignment]
+
+
+def kept_beside(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """What a folder holds that the model's class is made to pass over: further models, heads for further tokens."""
+    patterns = [re.compile(regex) for regex in attribute_at(model, "_keys_to_ignore_on_load_unexpected", ())]
+    kept = {}
+    for key, tensor in stored.items():
+        if any(pattern.search(key) for pattern in patterns):
+            kept[key] = tensor
+    return kept
+
+
+def load_pretrained(model_class: Any, folder: Path, config: Any) -> Any:
+    """The model of a folder in evaluation mode, on the CPU, in the type that its weights are stored in.
+
+    Args:
+        model_class: Of transformers, or made like one.
+        folder: With the weights.
+        config: The folder's, as `load_model_config` reads it.
+
+    Raises:
+        ModelFolderError: Weights are missing, left over or broken.
+    """
+    try:
+        with quiet("transformers"):
+            model, report = model_class.from_pretrained(
+                folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        what, way_out = f"the model cannot be loaded: {first_line}", "Take the folder as it was published or exported."
+        raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
+    check_all_loaded(report, folder)
+    return model.eval()

@@ -1,15 +1,19 @@
-"""Which part of a full tensor this rank holds, for plain tensors and for DTensors with any sharded placements."""
+"""Which part of a full tensor this rank holds, for plain tensors and for DTensors with any sharded placements, and
+tensors cut as a parameter is.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mindspeed_mm.checkpoint.lazy_tensor import Region, whole
+from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
@@ -88,3 +92,34 @@ def _chunk(positions: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """`torch.chunk`, filled up with empty parts: what `fully_shard` and DTensor call an uneven shard."""
     found = list(positions.chunk(parts))
     return found + [positions[:0]] * (parts - len(found))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def room_like(
+    parameter: torch.Tensor, dtype: torch.dtype, device: torch.device, size: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Zeros that are cut over the ranks as a parameter is.
+
+    Args:
+        parameter: Plain, or a DTensor.
+        dtype: Of the zeros.
+        device: Where they are; on the host of an accelerator they are pinned, so that they can be moved beside the
+            computation.
+        size: Global; as the parameter's in all but the last dimension. None: the parameter's.
+    """
+    size = torch.Size(size if size is not None else parameter.shape)
+    own = list(local(parameter).shape)
+    if size != parameter.shape:
+        own[-1] = own[-1] * size[-1] // parameter.shape[-1]
+    pinned = device.type == "cpu" and get_device_type() != "cpu"
+    zeros = torch.zeros(own, dtype=dtype, device=device, pin_memory=pinned)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    # Not `from_local`, which would move the tensor to the device of the mesh.
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
+    return DTensor(zeros, spec, requires_grad=False)  # type: ignore[call-arg]

@@ -28,10 +28,9 @@ from mindspeed_mm.fsdp.models.loading.initialization import initialize, persiste
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, naming_of
-from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
 from mindspeed_mm.fsdp.utils.finite import is_finite
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, shared_parameters
 
 _COMPARED_BYTES = 64 * 2**20
 """Of tied weights that are compared, read at a time."""

@@ -10,11 +10,10 @@ from torch import nn
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.ops.experts import is_fused
 from mindspeed_mm.fsdp.params.lora_args import OLDER_DEFAULT, LoraArguments
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, head_of, name_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, head_of, name_of, shared_parameters
 
 ALL_LINEAR = frozenset({"all-linear", "all"})
 """The word of PEFT and ms-swift, and that of LLaMA-Factory."""

@@ -37,8 +37,8 @@ from mindspeed_mm.fsdp.models.lora.names import (
     base_name,
     split_adapter_weight,
 )
-from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"

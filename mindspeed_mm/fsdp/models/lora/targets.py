@@ -19,10 +19,9 @@ from mindspeed_mm.fsdp.models.lora.all_linear import (
     told_linear_layers,
 )
 from mindspeed_mm.fsdp.models.lora.names import Strength
-from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.experts import fused_experts
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
-from mindspeed_mm.fsdp.utils.model_parts import module_names
+from mindspeed_mm.fsdp.utils.model_parts import module_names, shared_parameters
 
 TARGETS = "training.lora.target_modules"
 WHOLE = "training.lora.modules_to_save"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from typing_extensions import override
@@ -23,20 +24,19 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import (
     TextFeatures,
     TransformerOutput,
 )
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
-from mindspeed_mm.fsdp.models.diffusion.geometry import LTX2_VAE, LatentSizes
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_BUFFERS, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import BY_BUFFERS, LTX2_VAE, LatentSizes, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import MASK, UNGUIDED, CaptionRows, own_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
-from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
+
 
 _SOUND_RATIO = 4
 """Frames of a spectrum, and bands of it, in a position of its latents: fixed in the VAE's class."""
@@ -316,3 +316,40 @@ def _unpack_sound(latents: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def _statistics(vae: ModelMixin) -> dict[str, torch.Tensor]:
     """Return mean and standard deviation of each channel and bin, by the names that `standardised` takes."""
     return {"mean": vae.latents_mean, "std": vae.latents_std}
+
+
+_WINDOW = 1024
+"""Samples of a Fourier transform; in no configuration."""
+_LEAST = 1e-5
+"""What amplitudes are raised to before their logarithm is taken."""
+
+
+def log_mel(wave: torch.Tensor, sampling_rate: int, hop: int, bins: int) -> torch.Tensor:
+    """The logarithm of the amplitudes in bands of Slaney's mel scale, each normalised by its width.
+
+    Args:
+        wave: (..., samples) in -1..1.
+        sampling_rate: Samples a second.
+        hop: Samples from one frame to the next; frame k is centred on sample k · hop, the ends are mirrored.
+        bins: Bands between 0 and half the sampling rate.
+
+    Returns:
+        (..., frames, bins) with samples // hop + 1 frames, in the type of the wave.
+    """
+    window = torch.hann_window(_WINDOW, dtype=wave.dtype, device=wave.device)
+    spectrum = torch.stft(
+        wave.flatten(0, -2), _WINDOW, hop, window=window, center=True, pad_mode="reflect", return_complex=True
+    )
+    filters = torch.from_numpy(_filters(sampling_rate, bins)).to(wave.device)
+    mel = spectrum.abs().double().transpose(1, 2) @ filters
+    return mel.clamp(min=_LEAST).log().to(wave.dtype).unflatten(0, wave.shape[:-1])
+
+
+def _filters(sampling_rate: int, bins: int) -> np.ndarray:
+    from transformers.audio_utils import mel_filter_bank  # seconds to import
+
+    half = sampling_rate / 2
+    filters: np.ndarray = mel_filter_bank(
+        _WINDOW // 2 + 1, bins, 0.0, half, sampling_rate, norm="slaney", mel_scale="slaney"
+    )
+    return filters

@@ -9,11 +9,12 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures, TransformerOutput
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows, own_rows
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import BOTH, IMAGE
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

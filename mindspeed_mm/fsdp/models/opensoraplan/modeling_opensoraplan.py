@@ -12,17 +12,16 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
-from mindspeed_mm.fsdp.models.diffusion.geometry import Config, LatentSizes
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import ChannelScale, Config, LatentSizes, Numbers, model_range
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, FlowPath, NoisePath
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, POOLED, UNGUIDED, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

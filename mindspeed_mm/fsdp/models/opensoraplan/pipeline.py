@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.latents import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.opensoraplan.modeling_opensoraplan import given_frames, latent_numbers, masked_video
 
 _PIXELS = 8

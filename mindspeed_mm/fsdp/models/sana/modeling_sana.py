@@ -10,11 +10,11 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures, TransformerOutput
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_blocks
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes, by_blocks
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows, own_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

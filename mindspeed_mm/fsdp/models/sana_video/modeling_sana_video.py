@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import ChannelScale, Numbers, of_settings
-from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import ChannelScale, LatentSizes, Numbers, by_settings, of_settings
 from mindspeed_mm.fsdp.models.sana.modeling_sana import SanaAdapter
 from mindspeed_mm.fsdp.utils.register import model_register
 

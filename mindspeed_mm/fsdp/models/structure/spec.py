@@ -9,10 +9,9 @@ from torch import nn
 from mindspeed_mm.core.patterns import holding_others, resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
-from mindspeed_mm.fsdp.models.structure.ties import tie_groups
+from mindspeed_mm.fsdp.models.structure.stages import own_names, whole_of
 from mindspeed_mm.fsdp.models.structure.towers import Tower, find_media_without_towers, find_towers
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, module_names, name_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, module_names, name_of, tie_groups
 
 __all__ = ["ModelSpec", "Tower", "find_blocks", "resolve_spec"]
 

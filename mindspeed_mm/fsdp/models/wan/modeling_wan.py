@@ -14,15 +14,14 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
-from mindspeed_mm.fsdp.models.diffusion.geometry import LatentSizes, by_settings
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import BY_SETTINGS
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import GIVEN, ReleaseUse
+from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes, as_pil, by_settings, model_range
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, UNGUIDED, CaptionRows
-from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
-from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
+from mindspeed_mm.fsdp.models.structure.stages import CutPoints
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 

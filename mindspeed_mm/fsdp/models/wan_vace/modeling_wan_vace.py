@@ -11,11 +11,12 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, ConditionShapes, Requirement, TransformerOutput
-from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
+from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.latents import model_range
 from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO, REFERENCES, TARGET
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 

@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER
 from mindspeed_mm.fsdp.ops.context_attention.layer import check_lengths
 from mindspeed_mm.fsdp.ops.context_attention.layout import Interval, SequenceLayout
 from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
-from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import outside_graphs
 
 CONTEXT_ATTENTION_NAME = "mm_context"
 """Never with "flash" in it: transformers would look for a kernel of that name."""

@@ -22,7 +22,6 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.forward_arguments import list_arguments, refusals_explained
-from mindspeed_mm.fsdp.models.structure.positions import longest_of, rope_border
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, RowStart, Sampling, TokenChoice
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer, Speech
@@ -31,7 +30,7 @@ from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
 from mindspeed_mm.fsdp.sampling.answers.steering import Grammars, Steering
 from mindspeed_mm.fsdp.sampling.answers.transcription import check_speech, transcripts
 from mindspeed_mm.fsdp.sampling.finite import FiniteScores, NotFiniteError, not_finite, placed
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, longest_of, rope_border
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

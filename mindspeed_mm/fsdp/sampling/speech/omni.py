@@ -18,8 +18,7 @@ from typing_extensions import override
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, load_pretrained
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator, in_dtype_of, move_to

@@ -22,11 +22,9 @@ from mindspeed_mm.core.batch import SPEAKER_CODE
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import RATE, sequence_of, speaker_mel
 from mindspeed_mm.fsdp.models.behaviour.spoken_frames import SpokenFrames
-from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, load_pretrained
 from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForConditionalGeneration
 from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import SpeechCodec
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView

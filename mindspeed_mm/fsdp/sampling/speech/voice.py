@@ -21,7 +21,6 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_audio
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.models.loading.folder import read_config
-from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.cards import voices
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -29,6 +28,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
+from mindspeed_mm.fsdp.utils.model_parts import longest_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _ROOM = __name__.rpartition(".")[0]

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.tools.flops_tool.media_lengths import side_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA, SOUND_TOKENS, Lengths
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 FRAMES_PER_S = 100
 """Frames of a spectrum per second: one every 10 ms, as in Whisper and its descendants."""

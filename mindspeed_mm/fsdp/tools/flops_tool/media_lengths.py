@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.fsdp.tools.flops_tool import units
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 # --- images and videos ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKEN
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import Sequences, blocks_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, WorkUnit
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 CHUNK = 64
 """Tokens of a chunk of linear attention, in transformers and in flash-linear-attention."""

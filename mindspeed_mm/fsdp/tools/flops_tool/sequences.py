@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.models.loading.construction import is_transformers
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.media_lengths import SoundLengths, VisionLengths, vision_lengths
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 _AUDIO = re.compile(r"(^|[._])(audio|speech|sound)")
 _BRIDGE = re.compile(

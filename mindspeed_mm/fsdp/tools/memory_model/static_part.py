@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import innermost_first
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, SplitRule, Style
-from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES
+from mindspeed_mm.fsdp.optimizer.offload import MOST_BYTES
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments
 
 FP32_BYTES = 4

@@ -19,7 +19,7 @@ from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
+from mindspeed_mm.fsdp.distributed.tensor.collectives import whole_logits
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.evaluate_args import METRIC_NAMES, EvaluateArguments

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import list_iterations
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.loss.objectives import is_measured

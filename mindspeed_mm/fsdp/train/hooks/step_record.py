@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.models.structure.share import first_names
-from mindspeed_mm.fsdp.optimizer.gradient_offload import gradient_of
+from mindspeed_mm.fsdp.models.structure.stages import first_names
+from mindspeed_mm.fsdp.optimizer.offload import gradient_of
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 GATHERED_AT_ONCE = 1 << 24

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, told_as
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 Function = Callable[..., Any]
 """One of the user."""

@@ -1,10 +1,14 @@
-"""The run that this process is in, for functions of the user, which are called without it."""
+"""The run that this process is in, for functions of the user, which are called without it; and the model as their
+forward step sees it, around the library's module that is planned, sharded and saved.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError
@@ -13,7 +17,7 @@ from mindspeed_mm.fsdp.utils.at_hand import held_arguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.provider.flags import FLAGS
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
 
 
@@ -78,3 +82,30 @@ def live_trainer(name: str) -> ProviderTrainer:
     if LIVE.trainer is None:
         raise ConfigError("no training is under way", key=name, way_out="Call pretrain, which builds what it needs.")
     return LIVE.trainer
+
+
+class ModelFront(nn.Module):
+    """Calls go to the module inside. A forward step is given the front, everybody else the module.
+
+    Args:
+        model: The library's module; in a pipeline the stage that runs takes its place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def present(self, model: nn.Module) -> nn.Module:
+        """Return the front, with `model` as the module inside from now on."""
+        if self._modules["model"] is not model:
+            self._modules["model"] = model
+        return self
+
+    @property
+    def module(self) -> Self:
+        """The front itself, which code that reaches through wrappers (`model.module.module`) finds."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module inside returns."""
+        return self.model(*args, **kwargs)

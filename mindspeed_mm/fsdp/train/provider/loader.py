@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.train.provider.objective import RAW
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 PROVIDER = "train_valid_test_datasets_provider"
 

@@ -17,17 +17,23 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, Provided, name_of
-from mindspeed_mm.fsdp.train.provider.front import ModelFront
-from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, SaveLineHook, TestSetHook
-from mindspeed_mm.fsdp.train.provider.live import LIVE
+from mindspeed_mm.fsdp.train.provider.hooks import (
+    ArgumentsHook,
+    MegatronSaves,
+    ReportHook,
+    SaveLineHook,
+    TestSetHook,
+    division_of,
+    why_not,
+)
+from mindspeed_mm.fsdp.train.provider.live import LIVE, ModelFront
 from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
-from mindspeed_mm.fsdp.train.provider.megatron_saves import MegatronSaves, division_of, why_not
 from mindspeed_mm.fsdp.train.provider.objective import PerTokenForwardBackward, ProviderObjective
 from mindspeed_mm.fsdp.train.run.data import Pass, RunData, RunLoader
 from mindspeed_mm.fsdp.train.run.job import Job

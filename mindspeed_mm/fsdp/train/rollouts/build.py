@@ -24,8 +24,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import TOO_FEW
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective, PolicyRule
-from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
-from mindspeed_mm.fsdp.models.structure.positions import longest_of
+from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
 from mindspeed_mm.fsdp.plan.outline import build_outline
@@ -49,7 +48,7 @@ from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
 from mindspeed_mm.fsdp.train.run.resume import base_of_adapters
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, longest_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 

@@ -1,15 +1,15 @@
 """Rollouts of generators: samples that the model itself draws along the path that trains, judged as pictures, and cut
 into micro-batches of one step, or one noise level, of some samples. As what a sample is kept between drawing, judging
-and training, stands first.
+and training, stands first; what builds all this for a run, last.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,16 +17,32 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import DrawnPrompt, PromptRow
+from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import DrawnPrompt, PromptDataset, PromptRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, SdeSteps, TrainedWindow
-from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
+from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.models.lora.switch import adapters_off
+from mindspeed_mm.fsdp.optimizer.ema import MovingReference, OldPolicy
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
-from mindspeed_mm.fsdp.train.rollouts.flow_model import FlowModel, PromptFeatures
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.reference import assemble_reference, check_same_inputs, check_start
+from mindspeed_mm.fsdp.train.rollouts.build import rewards_with_servers
+from mindspeed_mm.fsdp.train.rollouts.flow_model import FlowModel, PromptFeatures, Switch
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.train_engine import move
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 _THUMBNAIL_SIDE = 8
 
@@ -349,3 +365,55 @@ def _paths(samples: Sequence[FlowSample]) -> list[Trajectories]:
         assert sample.path is not None
         paths.append(sample.path)
     return paths
+
+
+def build_flow_rollouts(
+    arguments: Arguments,
+    assembled: Assembled,
+    job: Job,
+    data: RunData,
+    objective: RewardObjective,
+    *,
+    denoise: Denoiser,
+    encoders: DiffusionPipeline,
+) -> FlowRollouts:
+    """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one."""
+    prompts = data.train.origin
+    assert isinstance(prompts, PromptDataset)  # see `check_prompts`
+    context = assembled.applied.context
+
+    def own(batch: Batch) -> Batch:
+        return move(batch if context is None else context.split(batch), job.device)
+
+    reference = generator_reference(arguments, assembled, job.device)
+    draws_by_older = isinstance(assembled.average, OldPolicy) and not isinstance(assembled.average, MovingReference)
+    old: Switch = assembled.average.applied if draws_by_older and assembled.average else nullcontext
+    return FlowRollouts(
+        FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
+        objective,
+        arguments.posttrain,
+        rewards_with_servers(arguments, GENERATOR, job.device),
+        size=prompts.size,
+        seed=arguments.training.seed,
+        micro_batch_size=arguments.training.micro_batch_size,
+        shift=arguments.training.diffusion.shift,
+    )
+
+
+def generator_reference(arguments: Arguments, assembled: Assembled, device: torch.device) -> Switch | None:
+    """What makes the model the one that training started from; None where nothing is compared with it.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    match reference_kind(arguments):
+        case "adapters_off":
+            check_start(arguments)
+            return lambda: adapters_off(assembled.model)
+        case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
+            return assembled.average.applied
+        case "frozen":
+            second = assemble_reference(arguments, device).model
+            check_same_inputs(assembled.model, second, arguments.posttrain.reference.model_name_or_path)
+            return lambda: nullcontext(second)
+    return None

@@ -23,11 +23,16 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
-from mindspeed_mm.fsdp.loss.advantages import Advantages, group_advantages
+from mindspeed_mm.fsdp.loss.policy_gradient import Advantages, group_advantages
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
 from mindspeed_mm.fsdp.train.rollouts import files
-from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics, scores_of_lines
-from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder, RolloutSource, weights_mark
+from mindspeed_mm.fsdp.train.rollouts.order import (
+    RolloutMetrics,
+    RolloutOrder,
+    RolloutSource,
+    scores_of_lines,
+    weights_mark,
+)
 from mindspeed_mm.fsdp.train.run.job import Job
 
 Prompt = Mapping[str, Any]

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import (
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
+from mindspeed_mm.fsdp.distributed.tensor.collectives import whole_logits
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers

@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
-from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.models.structure.stages import whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig

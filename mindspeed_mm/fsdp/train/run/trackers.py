@@ -25,7 +25,7 @@ from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.train.run.event_file import EventFile
 from mindspeed_mm.fsdp.utils.media_files import clip_gif
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 PROJECT = "mindspeed-mm"
 """Name of the project, or experiment, where a tracker's own variable names no other."""

@@ -1,15 +1,25 @@
-"""What a step is made of, counted on the host before it starts and summed over data ranks."""
+"""What a step is made of, counted on the host before it starts and summed over data ranks; the step once it was handed
+to the device, and what becomes of one that is not finite.
+
+Whether a step is applied is decided on the device, so that the host need not know its numbers to go on.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.core.errors import DivergedError
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.run.failures import shortened
+from mindspeed_mm.fsdp.utils.device import ArrivingNumbers
 
 
 @dataclass(frozen=True)
@@ -104,3 +114,104 @@ class Tally:
             flops=flops,
             at_once=bool(at_once),
         )
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """One optimizer step on its way through the device, with all that the host knew of it when it was handed over."""
+
+    step: int
+    names: list[str]
+    """Of the loss terms, in the order in which `numbers` holds them; the gradient norm follows them."""
+    numbers: ArrivingNumbers
+    local_losses: Terms
+    """This rank's share of each term, on the device."""
+    samples: list[str]
+    """Ids of this rank's."""
+    lr: float
+    tally: Tally
+    began: float
+    """By `time.perf_counter`: the step's time begins here."""
+    data_seconds: float
+    loss_scale: float | None
+    at_once: bool
+    """Whether all ranks wait for its numbers before anything of the next step is done."""
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """Losses and gradient norm; waits until the device has come to them."""
+        *losses, norm = self.numbers.tolist()
+        return dict(zip(self.names, losses, strict=True)), norm
+
+
+def left_out_on_device(numbers: torch.Tensor) -> torch.Tensor:
+    """1.0 where a step is not finite and must not be applied, else 0.0: what torch's fused optimizers take as
+    `found_inf`.
+
+    Args:
+        numbers: (n,), the losses and the norm; the same on all ranks.
+
+    Returns:
+        A 0-d fp32 tensor beside them, which is not read.
+    """
+    return numbers.isfinite().all().logical_not().to(torch.float32)
+
+
+class RankOfStep(NamedTuple):
+    """What a rank had to do with a step that is not finite."""
+
+    rank: int
+    is_finite: bool
+    """Whether its own share of the loss is."""
+    samples: list[str]
+
+
+def over_ranks(launched: LaunchedStep, rank: int, group: dist.ProcessGroup | None) -> list[RankOfStep]:
+    """What every rank of the group had to do with a step; collective."""
+    is_finite = all(math.isfinite(float(value)) for value in launched.local_losses.values())
+    own = RankOfStep(rank, is_finite, launched.samples)
+    if group is None:
+        return [own]
+    gathered = [own] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
+def skipped_or_stopped(
+    launched: LaunchedStep,
+    losses: Mapping[str, float],
+    norm: float,
+    ranks: Sequence[RankOfStep],
+    training: TrainingArguments,
+    *,
+    skipped_before: int,
+) -> str:
+    """A step that is not finite was not applied: say where it came from, and stop when the policy says so.
+
+    Args:
+        launched: The step.
+        losses: Its loss terms.
+        norm: Its gradient norm.
+        ranks: What each rank had to do with it.
+        training: The `training` section, with the policy.
+        skipped_before: Steps in a row before it that were skipped.
+
+    Raises:
+        DivergedError: The policy says stop, or too many were skipped in a row.
+    """
+    # Where all losses are finite, it may be the gradient of any rank.
+    suspects = [each for each in ranks if not each.is_finite] or ranks
+    where = "; ".join(f"rank {each.rank}: samples {shortened(each.samples)}" for each in suspects[:8])
+    what = f"step {launched.step} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
+    key, way_out = "training.on_nonfinite", "Look at these samples and lower training.lr"
+    if launched.loss_scale is not None:
+        way_out += ", or compute in bf16 (parallel.fsdp_plan.param_dtype)"
+    if training.on_nonfinite != "skip":
+        way_out += ", or set training.on_nonfinite=skip"
+    elif skipped_before < training.max_skipped_steps:
+        return f"{what} and was skipped; {where}"
+    else:
+        key = "training.max_skipped_steps"
+        way_out = f"{skipped_before} steps in a row were skipped before it. {way_out}"
+    raise DivergedError(
+        f"{what}; the weights are those of the step before", where=where, key=key, way_out=f"{way_out}."
+    )

@@ -20,7 +20,7 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import readable_start
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 OPEN_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,aac",

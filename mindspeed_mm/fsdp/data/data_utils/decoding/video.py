@@ -20,11 +20,9 @@ from PIL import Image
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from av.container import InputContainer
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
@@ -491,7 +489,11 @@ def _header(video: OpenVideo, first: VideoFrame, name: str) -> VideoHeader:
     if first.time is not None:  # what comes before the first key frame is not shown
         begins_s = begins_s[begins_s > first.time - CLOCK_S]
     begins_s = begins_s - begins_s[:1]
-    declared = [float(rate) for rate in _rates(video.stream) if rate and _LEAST_FPS <= rate <= _MOST_FPS]
+    declared = [
+        float(rate)
+        for rate in (video.stream.average_rate, video.stream.guessed_rate, video.stream.base_rate)
+        if rate and _LEAST_FPS <= rate <= _MOST_FPS
+    ]
     count, first_s = max(1, len(begins_s)), first.time or 0.0
     rates = declared if count == 1 else [_mean_fps(begins_s)]
     if not rates or not _LEAST_FPS <= rates[0] <= _MOST_FPS:
@@ -500,10 +502,6 @@ def _header(video: OpenVideo, first: VideoFrame, name: str) -> VideoHeader:
         if count == 1 or _is_steady(begins_s, fps):
             return VideoHeader(height, width, count, fps, first_s=first_s)
     return VideoHeader(height, width, count, rates[0], tuple(begins_s.tolist()), first_s)
-
-
-def _rates(stream: VideoStream) -> tuple[Fraction | None, ...]:
-    return stream.average_rate, stream.guessed_rate, stream.base_rate
 
 
 def _check_not_cut(stream: VideoStream, size_bytes: int, name: str) -> None:

@@ -32,7 +32,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     timed,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import ItemOptions
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor

@@ -14,9 +14,8 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, setting_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor

@@ -32,11 +32,11 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     placeholders_of,
     tells_replacements,
 )
-from mindspeed_mm.fsdp.data.data_utils.plugins.written_texts import TextWriter, WritingProbe, WrittenItem, without
+from mindspeed_mm.fsdp.data.data_utils.rendering.placement import TextWriter, WritingProbe, WrittenItem, without
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata

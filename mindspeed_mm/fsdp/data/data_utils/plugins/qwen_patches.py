@@ -19,7 +19,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.byte_pixels import made_of
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import defaults_of
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 _IMAGE_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
 _OF_SOUND = frozenset({"seconds_per_chunk", "position_id_per_seconds", "use_audio_in_video"})

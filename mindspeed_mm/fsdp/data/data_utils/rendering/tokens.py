@@ -18,7 +18,7 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import THOUGHT_MARKS, Span
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

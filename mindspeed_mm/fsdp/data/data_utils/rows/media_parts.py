@@ -18,8 +18,14 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
+    ATTR_KEY,
+    Row,
+    first_column,
+    first_given,
+    note_unread,
+    short,
+)
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     MEDIA_KINDS,
     REPAIR,

@@ -28,10 +28,17 @@ from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import (
     text_of_part,
     with_own_media,
 )
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
+    ATTR_KEY,
+    Row,
+    first_given,
+    note_unread,
+    short,
+    text_of,
+    wrong_field,
+)
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.rows.transcripts import turns_of_texts
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, Unread
 
 _TAGS = (("role", "content"), ("from", "value"))

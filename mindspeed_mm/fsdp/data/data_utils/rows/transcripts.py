@@ -13,8 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_fields
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, unread_fields
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Hum|Assistant):")

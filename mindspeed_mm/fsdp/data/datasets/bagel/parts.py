@@ -20,7 +20,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL, LATENT, SEEN
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Sample
-from mindspeed_mm.fsdp.models.diffusion.picture_tokens import patchified
+from mindspeed_mm.fsdp.models.diffusion.latents import patchified
 
 PartKind = Literal["text", "seen", "given", "drawn"]
 

@@ -17,14 +17,14 @@ from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import row_sources
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.feature_store import FeatureStore, open_features
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.register import data_register
 

@@ -1,4 +1,5 @@
-"""From a row to pixels: pictures and clips, upright, scaled to cover a size and cropped.
+"""From a row to pixels: pictures and clips, upright, scaled to cover a size and cropped; and what there is to tell of a
+sample before it is decoded.
 
 One road for training on raw media and for extraction, so that both see the same pixels.
 """
@@ -6,9 +7,10 @@ One road for training on raw media and for extraction, so that both see the same
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     too_short,
 )
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
 _VIDEO_STARTS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "))
@@ -158,3 +161,25 @@ def inside(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> 
     scaled = image.resize((inner_width, inner_height), Image.Resampling.BICUBIC)
     pixels[top : top + inner_height, left : left + inner_width] = np.asarray(scaled)
     return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels
+
+
+@dataclass(frozen=True)
+class SampleDescription:
+    """Medium, captions and size of a sample."""
+
+    source: str | bytes
+    """Path of the medium, or its bytes."""
+    captions: tuple[str, ...]
+    drawn: int
+    """Number of the caption that the first epoch takes."""
+    size: MediaSize
+    """That it is trained in: its bucket."""
+    header: MediaHeader | None = None
+    """Header of the medium as stored; None of features that do not note it."""
+    is_video: bool = False
+    further: tuple[tuple[str, MediaKind, str | bytes], ...] = ()
+    """Other media that the row names: role, kind, and path or bytes."""
+    contradiction: str = ""
+    """What the row declares falsely of its medium, where that does not change its size."""
+    beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """What features note of the further media instead: role → kind, height, width, frames and frames a second."""

@@ -24,10 +24,17 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     drawn_view,
     repeated_id,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.media_marks import HeaderCache, MediaMarks
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import (
+    HeaderCache,
+    MediaMarks,
+    doubled_note,
+    rates_note,
+    scaling_notes,
+    stills_note,
+)
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
     MediaHeader,
+    SampleDescription,
     is_video,
     media_pixels,
     probe_media,
@@ -41,7 +48,6 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     media_digest,
     read_rows,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
@@ -377,7 +383,9 @@ class RawSource:
             return None
         if not self._geometry.is_video or (row.num_frames == 1 and not is_video(row)):
             return MediaHeader(row.height, row.width)
-        may_move = is_video(row) or isinstance(row.media, bytes) or _suffix(row.media) in _MAY_BE_ANIMATED
+        may_move = (
+            is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix.lower() in _MAY_BE_ANIMATED
+        )
         if not may_move:
             return MediaHeader(row.height, row.width)
         if row.num_frames is None or (row.fps is None and self._needs_rates):
@@ -491,10 +499,6 @@ def _kind(role: str, row: GenerationRow) -> MediaKind:
     if role == SOUND.name:
         return "audio"
     return "video" if is_video(row) else "image"
-
-
-def _suffix(path: str) -> str:
-    return PurePath(path).suffix.lower()
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:

@@ -205,7 +205,7 @@ def _open(
             )
         folder = _beside(path, basic)
         yield RowFile(open_reader(path, basic.cache_dir), folder, root=folder)
-    elif mode == "combine" or (mode is None and _names_annotations(path)):
+    elif mode == "combine" or (mode is None and _lines(path)[0][1].rpartition(",")[2].strip().endswith(SUFFIXES)):
         for number, line in _lines(path):
             yield _annotation(line, f"{path.name}:{number}", path, basic)
     else:
@@ -246,10 +246,6 @@ def _media_folder(folder: str, listed_in: Path, basic: BasicParameters) -> tuple
         if (base / folder).is_dir():
             return str((base / folder).absolute()), str(base.absolute())
     return folder, ""
-
-
-def _names_annotations(path: Path) -> bool:
-    return _lines(path)[0][1].rpartition(",")[2].strip().endswith(SUFFIXES)
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:

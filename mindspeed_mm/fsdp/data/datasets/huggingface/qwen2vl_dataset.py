@@ -26,8 +26,8 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, wi
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows, open_streamed_rows
-from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedPair,
     EncodedPrompt,

@@ -1,15 +1,26 @@
-"""Texts and the codes of their speech: `dataset_type: qwen3tts`."""
+"""Texts and the codes of their speech: `dataset_type: qwen3tts`.
+
+Text and codes stand beside each other in one sequence (arXiv:2601.15621, its published fine-tuning): every place has a
+token of text and one of the first codebook, either of which may say that there is none.
+
+    text   role  pad pad pad pad    bos  text …  eos  pad  pad …     pad
+    codec        head …      voice  pad  pad …   pad  bos  frames …  eos
+
+What generation goes on from is the same without the last place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
-from mindspeed_mm.core.batch import SPEAKER_CODE, Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
@@ -17,13 +28,12 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, lo
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows, codes_of, in_rows
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.register import data_register
 
-if TYPE_CHECKING:  # an annotation only: this imports transformers' models
+if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.qwen3tts.configuration_qwen3tts import Qwen3TTSConfig
+
 
 _ROLE, _END = "<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -171,3 +181,87 @@ def _config_of(folder: Path) -> Qwen3TTSConfig:
             f"describes a {config.get('model_type')} model, not one of Qwen3-TTS", where=str(path), key=FOLDER_KEY
         )
     return Qwen3TTSConfig.from_dict(config)
+
+
+@dataclass(frozen=True)
+class SpokenSequence:
+    """A sequence of L places."""
+
+    input_ids: np.ndarray
+    """(L,) int64 of text."""
+    codec_ids: np.ndarray
+    """(L, G) int64 of the codebooks."""
+    labels: np.ndarray
+    """(L,) int64 of the first codebook, not shifted."""
+
+
+def sequence_of(
+    config: Qwen3TTSConfig,
+    role: Sequence[int],
+    text: Sequence[int],
+    codes: np.ndarray,
+    voice: Sequence[int],
+    language: int | None = None,
+) -> SpokenSequence:
+    """The sequence of one sample.
+
+    Args:
+        config: Of the model: the marks.
+        role: Tokens that say whose turn it is, behind a turn with instructions if there is one.
+        text: Tokens of what is said.
+        codes: (frames, G).
+        voice: What stands for the voice: `SPEAKER_CODE`, the first codebook's number of a known voice, or nothing.
+        language: The first codebook's number of a language, as generation has it; None: it is heard in the text.
+    """
+    talker = config.talker_config
+    if language is None:
+        head = [talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id]
+    else:
+        head = [talker.codec_think_id, talker.codec_think_bos_id, language, talker.codec_think_eos_id]
+    head += voice
+    silent = [talker.codec_pad_id] * (len(text) + 2)  # from the text's beginning to its end
+    first = [NO_CODE] * len(role) + head + silent + [talker.codec_bos_id]
+    speech = [*codes[:, 0].tolist(), talker.codec_eos_token_id]
+    pads = [config.tts_pad_token_id]
+    words = [*role, *pads * len(head), config.tts_bos_token_id, *text, config.tts_eos_token_id]
+    words += pads * (1 + len(speech))
+    codec_ids = np.full((len(words), codes.shape[1]), NO_CODE, dtype=np.int64)
+    codec_ids[:, 0] = first + speech
+    codec_ids[len(first) : -1] = codes
+    labels = [IGNORED_LABEL] * len(first) + speech
+    return SpokenSequence(np.array(words, dtype=np.int64), codec_ids, np.array(labels, dtype=np.int64))
+
+
+RATE = 24000
+"""Samples a second."""
+_HIGHEST_HZ = 12000.0
+_FLOOR, _LEAST_POWER = 1e-5, 1e-9
+
+
+def speaker_mel(samples: np.ndarray, bands: int, size: int = 1024, hop: int = 256) -> np.ndarray:
+    """Hann windows, reflected at both ends; Slaney's mel bands up to 12 kHz. The defaults are Qwen3-TTS's.
+
+    Args:
+        samples: (N,) of one channel at 24 kHz, more than (size - hop) / 2.
+        bands: Number of mel bands.
+        size: Samples of a window.
+        hop: Samples from one window to the next.
+
+    Returns:
+        (frames, bands) float32.
+    """
+    border = (size - hop) // 2
+    padded = np.pad(samples.astype(np.float64), border, mode="reflect")
+    frames_FN = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
+    power_FK = np.abs(np.fft.rfft(frames_FN * window)) ** 2
+    mel_FB = np.sqrt(power_FK + _LEAST_POWER) @ _bands(bands, size)
+    return np.log(np.maximum(mel_FB, _FLOOR)).astype(np.float32)
+
+
+@cache
+def _bands(bands: int, size: int) -> np.ndarray:
+    """Weights of triangular mel filters, (size / 2 + 1, bands), on Slaney's scale from 0 to `_HIGHEST_HZ`."""
+    from transformers.audio_utils import mel_filter_bank  # seconds to import
+
+    return mel_filter_bank(size // 2 + 1, bands, 0.0, _HIGHEST_HZ, RATE, norm="slaney", mel_scale="slaney")

@@ -18,8 +18,8 @@ import torch
 from mindspeed_mm.checkpoint.cosyvoice3_release import CAMPPLUS, SAVED_VOICES, SPEECH_TOKENIZER
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, MachineError, ModelFolderError
-from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import speaker_mel
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import FlowSizes
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference
 
 LONGEST_S = 30

@@ -1,6 +1,7 @@
-"""Builds a model without weights: parameters on the meta device, buffers real.
+"""Models without weights: parameters on the meta device and buffers real, and memory for them once they are sharded.
 
 Buffers hold what a constructor computes (rotary frequencies, position ids); on the meta device they would be lost.
+Values of parameters come later. Those that wait on the host until their block runs are noted on the model.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +18,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.stages import bind_stages, holders_of
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
+from mindspeed_mm.fsdp.utils.model_parts import shared_parameters, tie
 
 _LARGE_NUMEL = 1 << 28
 """What is larger is no buffer."""
@@ -60,3 +66,43 @@ def parameters_on_meta() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
+    """Put parameters (uninitialised where they were on meta) and buffers on their devices.
+
+    Args:
+        model: The model, after `fully_shard`: each rank then reserves memory for its shards only.
+        device: Of the parameters.
+        buffer_device: Of the buffers; `device` when None. They differ when parameters are offloaded to the host.
+    """
+    ties = shared_parameters(model)
+    on_host = host_weights(model)
+    waiting = {id(parameter) for name, parameter in model.named_parameters() if name in on_host}
+    buffers = set(map(id, chain.from_iterable(holder.buffers() for holder in holders_of(model))))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in buffers:
+            return tensor.to(buffer_device or device)
+        where = torch.device("cpu") if id(tensor) in waiting else device
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=where)
+        return tensor.to(where)
+
+    for holder in holders_of(model):
+        holder._apply(place)  # and not `to_empty`, which would lose the buffers' values
+    bind_stages(model)
+    tie(model, ties)
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """The fact of a model."""
+
+    names: frozenset[str]
+
+
+def host_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are loaded into the memory of the host; none of most models."""
+    found = facts_of(model).noted(HostWeights)
+    return found.names if found is not None else frozenset()

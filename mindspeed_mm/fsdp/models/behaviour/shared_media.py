@@ -1,8 +1,8 @@
-"""A picture that several rows show is encoded once: towers that take flat patches with their grids are given the
-patches once, and their features are handed on as often as rows show them.
+"""Media of models that see: a picture that several rows show is encoded once, and features take the places of tokens.
 
-The grids that the model counts its features by stay those of all rows. A tower sees from them which part of the patches
-that they describe was given: that of the first of several equal blocks of rows.
+Towers that take flat patches with their grids are given the patches once, and their features are handed on as often as
+rows show them. The grids that the model counts its features by stay those of all rows. A tower sees from them which
+part of the patches that they describe was given: that of the first of several equal blocks of rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -107,3 +108,26 @@ def _repeated(value: Any, copies: int) -> Any:
     if isinstance(value, Tensor):
         return torch.cat([value] * copies) if value.dim() else value
     return value * copies if isinstance(value, list) else value
+
+
+def with_media(embeds_BLD: torch.Tensor, places_BL: torch.Tensor, seen_D: torch.Tensor) -> torch.Tensor:
+    """Embeddings whose tokens of media are replaced, in order.
+
+    Args:
+        embeds_BLD: Embeddings of all tokens.
+        places_BL: Which tokens stand for parts of media.
+        seen_D: (…, D), one row for each of them.
+
+    Raises:
+        DataError: There are more or fewer rows than places. torch alone would take the first of too many, and shift the
+            rest.
+    """
+    places, rows = int(places_BL.sum()), seen_D.shape[:-1].numel()
+    if places != rows:
+        raise DataError(
+            f"the processor wrote {places:,} tokens for the media of a batch, of which the model makes {rows:,}",
+            key="model.model_name_or_path",
+            way_out="Take configuration and processor of one model: compare patch sizes, tiles and the ratio of "
+            "patches to tokens.",
+        )
+    return embeds_BLD.masked_scatter(places_BL[..., None], seen_D.to(embeds_BLD.dtype))

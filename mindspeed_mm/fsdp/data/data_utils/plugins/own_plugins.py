@@ -1,4 +1,7 @@
-"""Qwen2-VL to Qwen3.5, Qwen-Omni and their kin: patches cut directly, sizes from headers."""
+"""Processors that are not only asked, as most are: Qwen2-VL to Qwen3.5, Qwen-Omni and their kin, whose patches are cut
+directly and whose sizes come from headers; and those of models that draw with codes of their own, for whose tokenizer
+pictures in answers are prepared.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from typing_extensions import override
 
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, tells_replacements
@@ -16,10 +21,11 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import Processor
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.utils.settings import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
+
 
 _SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds of a patch: as Qwen2.5-VL and as the omni models call it."""
@@ -131,3 +137,31 @@ def _without_bytes(item: MediaFeatures) -> MediaFeatures:
         return item
     rest = {name: value for name, value in item.tensors.items() if name not in (_BYTES, _GRID)}
     return MediaFeatures(item.kind, item.token_ids, rest, item.text)
+
+
+_PROCESSORS = frozenset({"JanusProcessor"})
+_PIXELS = "drawn_pixel_values"
+
+
+class DrawingPlugin(ProcessorPlugin):
+    """As every processor's, and pictures that are drawn. Arguments as of `ProcessorPlugin`."""
+
+    def encode_drawn_image(self, image: Image.Image) -> MediaFeatures:
+        """A picture in the model's turn: the square in its middle, from -1 to 1. Its tokens are as many as those of a
+        picture that is seen."""
+        size = self._processor.image_processor.size
+        square = ImageOps.fit(image, (size["width"], size["height"]), Image.Resampling.BICUBIC)
+        made = self._asked("image", square, f"an image of {image.width} × {image.height}")
+        pixels = torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1
+        return MediaFeatures(made.kind, made.token_ids, {_PIXELS: pixels[None]}, made.text)
+
+    @override
+    def collate(self, media: Sequence[MediaFeatures]) -> Batch:
+        batch = super().collate(media)
+        is_drawn = [_PIXELS in item.tensors for item in media]
+        return batch | {"drawn_images": torch.tensor(is_drawn)} if any(is_drawn) else batch
+
+
+def build_drawing_plugin(processor: Processor, preprocess: PreprocessParameters) -> DrawingPlugin | None:
+    """The plugin of a processor whose model draws; None for others."""
+    return DrawingPlugin(processor, preprocess) if type(processor).__name__ in _PROCESSORS else None
