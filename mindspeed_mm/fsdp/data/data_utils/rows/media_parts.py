@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, not_text, short
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     MEDIA_KINDS,
@@ -95,7 +95,7 @@ def text_of_part(part: Mapping[str, Any], where: str, key: str) -> str:
     """The text of a part. Raises `DataError` where it has none."""
     text = part.get(first_given(part, _TEXT_FIELDS_OF_TEXT) or "text")
     if not isinstance(text, str):
-        raise DataError(f"{short(text)} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
+        raise not_text(text, where, f"{key}.text")
     return text
 
 
