@@ -77,8 +77,8 @@ def wrong_field(column: str, value: Any, row: Row, place: RowLocation, expected:
 
 
 def not_text(value: Any, where: str, key: str) -> DataError:
-    """The error for a value where a text is expected. Numbers are not turned into words: 3 may be the number of a choice
-    (MMLU, ScienceQA), and 3.0 the count 3 that a table with gaps holds as a float."""
+    """The error for a value where a text is expected. Numbers are not turned into words: 3 may be the number of a
+    choice (MMLU, ScienceQA), and 3.0 the count 3 that a table with gaps holds as a float."""
     way_out = REPAIR
     if value is not None and not isinstance(value, list | tuple | dict | bytes):
         word = str(value).lower() if isinstance(value, bool) else str(value)
