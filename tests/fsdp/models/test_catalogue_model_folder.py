@@ -312,7 +312,8 @@ def test_84_nonfinite_weights_are_named(copied: Callable[[str], Path]) -> None:
         edit_state(lambda state: state["model.layers.1.mlp.up_proj.weight"][3].fill_(value))(folder)  # noqa: B023
         report = build_and_load(folder)
         assert report.nonfinite == ("model.layers.1.mlp.up_proj.weight",)
-        assert any("NaN or infinity in model.layers.1.mlp.up_proj.weight" in warning for warning in report.warnings)
+        named = "NaN or infinity in model.layers.1.mlp.up_proj.weight, stored in model.safetensors"
+        assert any(named in warning for warning in report.warnings)
         weights(folder).unlink()
         _remove_all(folder)
 
