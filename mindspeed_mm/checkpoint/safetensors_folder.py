@@ -272,7 +272,8 @@ def _wrong_shards(weight_map: dict[str, str], headers: dict[str, dict[str, Tenso
 def _orphans(
     weight_map: dict[str, str], headers: dict[str, dict[str, TensorEntry]], folder: Path, index: Path
 ) -> list[Problem]:
-    """Shards beside those that the index names, and tensors in a shard that the index does not name."""
+    """Shards beside those that the index names, a whole file beside shards, and tensors in a shard that the index does
+    not name."""
     stems = set()
     for name in headers:
         if match := _SHARD.match(name):
@@ -283,6 +284,10 @@ def _orphans(
         if match and match["stem"] in stems and file.name not in headers:
             way_out = "Remove it, or copy the right index."
             found.append(Problem("is named by no entry of the index", str(file), way_out=way_out))
+        elif file.stem in stems:
+            what = "stands beside shards with the same name: transformers reads this file, diffusers the shards"
+            way_out = "Keep the weights that are meant: remove the file, or the shards with their index."
+            found.append(Problem(what, str(file), way_out=way_out))
     for name, header in headers.items():
         for key in header.keys() - weight_map.keys():
             found.append(Problem(f"is in '{name}' but not in the index", str(index), key))

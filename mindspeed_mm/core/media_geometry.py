@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_mm.core.errors import ConfigError
 
@@ -85,6 +85,13 @@ class MediaGeometry:
             key=key,
             way_out=f"Use {nearest}.",
         )
+
+    def check_frames(self, frames: int, key: str = "") -> None:
+        """As `check`, of a number of frames alone: an error of `key`, without sides that were not asked about."""
+        nearest = self.nearest(MediaSize(frames, 1, 1))
+        if nearest.frames != frames:
+            rules = ", ".join(self._broken_rules(replace(nearest, frames=frames)))
+            raise ConfigError(f"{frames} frames cannot be encoded: {rules}", key=key, way_out=f"Use {nearest.frames}.")
 
     def _broken_rules(self, size: MediaSize) -> list[str]:
         rules, step = [], self.side_step

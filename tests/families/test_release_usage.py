@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.params.data_args import DataArguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.sampling.defaults import filled, with_rate_of
+from mindspeed_mm.fsdp.sampling.defaults import as_trained, filled
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.sampling.sampler import check_request, resolve_size
 from tests.helpers.runs import lines, mm
@@ -186,8 +186,26 @@ def test_clips_are_written_at_the_family_s_rate_or_the_run_s(tmp_path: Path) -> 
     with clip.open("rb") as file:
         assert float(probe_video(file, str(clip)).fps) == 8.0
     data = DataArguments.model_validate({"dataset_param": {"preprocess_parameters": {"fps": 12}}})
-    assert with_rate_of(data, SamplingArguments()).fps == 12.0
-    assert with_rate_of(data, SamplingArguments(fps=5.0)).fps == 5.0
+    assert as_trained(data, SamplingArguments()).fps == 12.0
+    assert as_trained(data, SamplingArguments(fps=5.0)).fps == 5.0
+
+
+@pytest.mark.parametrize(
+    ("media", "asked", "expected"),
+    [
+        ({"height": 32, "width": 48, "num_frames": 9}, {}, (32, 48, 9)),
+        ({"height": 32, "width": 48, "num_frames": 9}, {"height": 16, "num_frames": 5}, (16, None, 5)),
+        ({"height": 32, "width": 48, "num_frames": [9, 17]}, {}, (32, 48, None)),
+        ({"buckets": ["32x48x9", "48x32x9"]}, {}, (None, None, None)),
+        ({"max_pixels": 1024}, {"num_frames": 5}, (None, None, 5)),
+    ],
+)
+def test_samples_of_a_run_have_the_one_size_that_it_names(
+    media: dict[str, Any], asked: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    data = DataArguments.model_validate({"dataset_param": {"preprocess_parameters": media}})
+    sampling = as_trained(data, SamplingArguments(**asked))
+    assert (sampling.height, sampling.width, sampling.num_frames) == expected
 
 
 @pytest.mark.edge("BN1")

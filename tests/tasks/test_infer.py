@@ -197,7 +197,7 @@ ASKED = '"messages": [{"role": "user", "content": "<image>?"}]'
         (f'{{{ASKED}, "images": ["gone.png"]}}', r"jsonl:2.*'gone.png' not found"),
         ('{"messages": [{"role": "user", ', r"jsonl:2.*broken JSON"),
         (f'{{{ASKED}, "images": ["a.png", "b.png"]}}', r"jsonl:2.*1 <image> placeholders.*2 images"),
-        ('{"messages": [{"role": "user", "content": 7}]}', r"jsonl:2.*7 is not text\. Repair the row\.$"),
+        ('{"messages": [{"role": "user", "content": 7}]}', r"jsonl:2.*7 is not text\. Write .*'7'\.$"),
         ('{"text": "no conversation"}', r"jsonl:2.*is a document, and asks nothing"),
         ('{"prompt": "hi", "image": "questions.jsonl"}', r"jsonl:2.*'questions.jsonl' is not an image"),
         ('{"prompt": "hi", "image": "../outside.png"}', r"jsonl:2.*outside the media roots"),

@@ -39,6 +39,7 @@ from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 SETTINGS = {"num_inference_steps": 2, "height": 16, "width": 16}
+OF_TRAINING = "not given, and taken as the run was trained: --size 16x16"
 TEXTS = ("a cat", "", "a dog", "four five", "one")
 
 
@@ -100,10 +101,11 @@ def test_two_ranks_make_the_same_files_as_one(flux: Path, tmp_path: Path) -> Non
 
 def test_a_run_is_sampled_with_its_own_settings(tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path)
-    asked = ["prompts=[a red box, two blue lines]", "interval=6", "num_inference_steps=2", "height=16", "width=16"]
+    asked = ["prompts=[a red box, two blue lines]", "interval=6", "num_inference_steps=2"]  # no size
     train(yaml, tmp_path / "run", *(f"training.sampling.{word}" for word in asked))
     said = mm("infer", tmp_path / "run", "--out", tmp_path / "own", "--json")
-    assert json.loads(said.out) == {"out": str(tmp_path / "own"), "made": 2, "kept": 0, "notes": []}
+    assert json.loads(said.out) == {"out": str(tmp_path / "own"), "made": 2, "kept": 0, "notes": [OF_TRAINING]}
+    assert Image.open(tmp_path / "own" / "00000_00_a-red-box.png").size == (16, 16)
     while_training = content(tmp_path / "run" / "samples" / "iter_0000006")
     for name in ("000_00_a-red-box.png", "001_00_two-blue-lines.png"):
         assert content(tmp_path / "own")[f"00{name}"] == while_training[name]
@@ -299,7 +301,7 @@ def test_a_bad_folder_is_named(flux: Path, tmp_path: Path, damage: Callable[[Pat
     ("asked", "error", "message"),
     [
         (request(height=15), ConfigError, "--size.*15×16 cannot be encoded.*Use 14×16"),
-        (request(num_frames=5), ConfigError, "images have one frame"),
+        (request(num_frames=5), ConfigError, r"--frames  5 frames cannot be encoded: images have one frame\. Use 1\."),
         (GenerateRequest(prompts_file=Path("gone.txt")), DataError, "gone.txt.*no such file"),
         (GenerateRequest(("a",), media={"image": Path("gone.png")}), DataError, "--image.*'gone.png' not found"),
     ],

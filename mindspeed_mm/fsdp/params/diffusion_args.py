@@ -116,11 +116,12 @@ class SamplingArguments(Section):
     negative_prompt: str = ""
     """Prompt that guidance steers away from."""
     height: Positive | None = None
-    """Height of a sample in pixels; null: the release's or the pipeline's default."""
+    """Height of a sample in pixels; null: that of the run's media where all have one size, otherwise the release's or
+    the pipeline's default."""
     width: Positive | None = None
-    """Width of a sample in pixels; null: the release's or the pipeline's default."""
+    """Width of a sample in pixels; null: as of `height`."""
     num_frames: Positive | None = None
-    """Number of frames of a video; null: the release's or the pipeline's default."""
+    """Number of frames of a video; null: as of `height`."""
     fps: Above0 | None = None
     """Frames per second of the video files written, which LTX models are also told; null:
     `preprocess_parameters.fps` of the run, otherwise the rate of the clips that the model makes."""

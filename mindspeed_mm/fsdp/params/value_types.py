@@ -151,7 +151,7 @@ _LARGEST = 2**63 - 1
 
 def _whole(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise fault(f"{show(value)} is not a whole number")
     if abs(value) > _LARGEST:

@@ -2,8 +2,8 @@
 samples while training and DreamBooth.
 
 Steps, guidance and frames are those of the release (`models/diffusion/generator_folder.py`), otherwise the defaults of
-the pipeline's `__call__`. The frame rate is the run's, otherwise the family's. Height and width are left to
-`sampler.resolve_size`, since some pipelines know theirs only when they are loaded.
+the pipeline's `__call__`. A run's samples have the size and the frame rate that it was trained on, if it names one.
+Other heights and widths are left to `sampler.resolve_size`, since some pipelines know theirs only when they are loaded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ _LAST_RESORT_FPS = 16.0
 """Of clips of a family that states no rate (an outside plugin)."""
 
 
-def with_rate_of(data: DataArguments, sampling: SamplingArguments) -> SamplingArguments:
-    """Settings with the frame rate that the clips of a run were brought to, where they leave it open.
+def as_trained(data: DataArguments, sampling: SamplingArguments) -> SamplingArguments:
+    """Settings with the frame rate, the sides and the number of frames that the media of a run were brought to, where
+    they leave them open. A run of several sizes (`buckets`, `max_pixels`) names none.
 
     Args:
         data: The `data` section of the run.
         sampling: Settings.
     """
-    fps = data.dataset_param.preprocess_parameters.get("fps")
-    return sampling if sampling.fps is not None or fps is None else sampling.model_copy(update={"fps": float(fps)})
+    media, found = data.dataset_param.preprocess_parameters, dict[str, Any]()
+    if sampling.height is None and sampling.width is None and media.get("height") and media.get("width"):
+        found |= {"height": media["height"], "width": media["width"]}
+    if sampling.num_frames is None and isinstance(media.get("num_frames"), int):
+        found["num_frames"] = media["num_frames"]
+    if sampling.fps is None and media.get("fps") is not None:
+        found["fps"] = float(media["fps"])
+    return sampling.model_copy(update=found)
 
 
 def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = "") -> SamplingArguments:

@@ -316,8 +316,10 @@ def check_request(
     family_class(adapter, adapter.pipelines[adapter.task])  # said now where it is not installed
     sampling = filled(adapter, sampling, key)
     smallest = geometry.nearest(MediaSize(1, 1, 1))
-    asked = (sampling.num_frames or 1, sampling.height or smallest.height, sampling.width or smallest.width)
-    geometry.check(MediaSize(*asked), key=key)
+    frames = sampling.num_frames or 1
+    geometry.check_frames(frames, key=f"{key}.num_frames" if "." in key else "--frames")
+    asked = MediaSize(frames, sampling.height or smallest.height, sampling.width or smallest.width)
+    geometry.check(asked, key=key)
     for prompt in prompts:
         _check_media(prompt, adapter)
     if adapter.task in adapter.one_by_one and sampling.batch_size > 1:

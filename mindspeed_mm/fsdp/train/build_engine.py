@@ -212,7 +212,8 @@ def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule,
         training: The `training` section now.
 
     Returns:
-        A sentence; empty where the schedule goes on as it was, or that is not known.
+        A sentence, whose rates have as many digits as tell them apart; empty where the schedule goes on as it was, or
+        that is not known.
     """
     then = (context.get("config") or {}).get("training") or {}
     total = context.get(TOTAL_STEPS) or (None if then.get("train_epochs") else then.get("train_iters"))
@@ -225,7 +226,15 @@ def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule,
     why = "the schedule has changed"
     if total != schedule.total_steps:
         why = f"the run is {schedule.total_steps:,} steps long, no longer {total:,}"
-    return (
-        f"{why}: the learning rate jumps from {before.at(iteration - 1):.3g} at step {iteration} to "
-        f"{schedule.at(iteration):.3g} at step {iteration + 1}"
-    )
+    last, due, now = before.at(iteration - 1), before.at(iteration), schedule.at(iteration)
+    if math.isclose(last, now, rel_tol=1e-3):  # no jump: the rates part from here on
+        new, old = _told_apart(now, due)
+        return f"{why}: the learning rate of step {iteration + 1} is {new}, not {old}"
+    old, new = _told_apart(last, now)
+    return f"{why}: the learning rate jumps from {old} at step {iteration} to {new} at step {iteration + 1}"
+
+
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two different numbers with so many digits, three at least, that their texts differ."""
+    digits = next(count for count in range(3, 18) if f"{one:.{count}g}" != f"{other:.{count}g}")
+    return f"{one:.{digits}g}", f"{other:.{digits}g}"

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
-from mindspeed_mm.fsdp.sampling.defaults import with_rate_of
+from mindspeed_mm.fsdp.sampling.defaults import as_trained
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.family import Family, WholeSave
@@ -159,7 +159,7 @@ class GeneratorFamily(Family):
         return build_sample_hook(
             self.adapter,
             lambda: DiffusionSampler(self.adapter, model, self.encoders, self.compute_dtype),
-            with_rate_of(self.arguments.data, training.sampling),
+            as_trained(self.arguments.data, training.sampling),
             training.save,
             record,
             rank=job.state.data_rank,

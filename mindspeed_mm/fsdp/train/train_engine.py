@@ -282,7 +282,7 @@ class TrainEngine:
                 launched,
                 losses,
                 norm,
-                over_ranks(launched, self.rank, group),
+                over_ranks(launched, self.model, self.rank, group),
                 self.training,
                 skipped_before=self.skipped_in_a_row,
             )

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
-from mindspeed_mm.fsdp.sampling.defaults import filled, with_rate_of
+from mindspeed_mm.fsdp.sampling.defaults import as_trained, filled
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
 from mindspeed_mm.fsdp.sampling.sampler import (
     DiffusionSampler,
@@ -122,7 +122,9 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     if request.transformer is not None:
         source = replace(source, transformer=request.transformer)
     arguments = _arguments_of(source, request.config)
-    sampling, prompts = resolve_request(request, arguments)
+    asked, prompts = resolve_request(request, arguments)
+    sampling = asked if arguments is None else as_trained(arguments.data, asked)
+    notes = [_size_note(asked, sampling), empty_note(prompts)]
     adapter = _adapter_of(source, arguments, request.task)
     adapter.vae_options = tuple(dict.fromkeys((*adapter.vae_options, *request.vae_options)))
     sampling = filled(adapter, sampling, "--size")
@@ -137,7 +139,6 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
         orders = list(chain.from_iterable(batches))
         done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))
         lacking = [batch for batch in batches if missing_of(batch, done)]
-        notes = [empty_note(prompts)]
         is_needed = ranks.rank < len(lacking) if request.plan is None else bool(lacking)
         if is_needed:
             section = arguments.model if arguments is not None else None
@@ -203,7 +204,7 @@ def load_generator(
     source = resolve_source(model, lora)
     arguments = _arguments_of(source, config)
     sampler = load_sampler(_adapter_of(source, arguments, None), source, current_device())
-    return sampler, _configured(arguments) if arguments is not None else SamplingArguments()
+    return sampler, SamplingArguments() if arguments is None else as_trained(arguments.data, _configured(arguments))
 
 
 def resolve_source(model: Path, lora: Path | None) -> ModelSource:
@@ -267,7 +268,7 @@ def _configured(arguments: Arguments) -> SamplingArguments:
     """`training.sampling`, and over it what `inference.sampling` says."""
     defaults = SamplingArguments()
     said = {name: value for name, value in arguments.inference.sampling.items() if value != defaults[name]}
-    return with_rate_of(arguments.data, arguments.training.sampling.model_copy(update=said))
+    return arguments.training.sampling.model_copy(update=said)
 
 
 def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
@@ -283,6 +284,16 @@ def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | No
         return find_adapter(source.folder, task=task)
     section = arguments.model.model_copy(update={"model_name_or_path": str(source.folder)})
     return adapter_of_section(section, task)
+
+
+def _size_note(asked: SamplingArguments, sampling: SamplingArguments) -> str:
+    """What to say of a size that the run was trained on; nothing where the request or a sampling section names one."""
+    said = []
+    if (asked.height, asked.width) != (sampling.height, sampling.width):
+        said.append(f"--size {sampling.height}x{sampling.width}")
+    if asked.num_frames != sampling.num_frames:
+        said.append(f"--frames {sampling.num_frames}")
+    return f"not given, and taken as the run was trained: {' '.join(said)}" if said else ""
 
 
 def _cut_note(prompts: Sequence[Prompt]) -> str:

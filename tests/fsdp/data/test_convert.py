@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -428,6 +430,24 @@ def test_a_wrong_alpaca_row(row: dict[str, Any], field: str, message: str) -> No
         convert(row, formatting="alpaca")
     assert caught.value.problems[0].key == field
     assert message in caught.value.problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [(3, "'3'"), (0.5, "'0.5'"), (True, "'true'"), (Decimal("0.25"), "'0.25'"), (date(2026, 1, 2), "'2026-01-02'")],
+)
+def test_a_number_is_no_answer_and_its_words_are_the_way_out(value: object, word: str) -> None:
+    """3 may be the number of a choice, and 3.0 a count out of a column with gaps: neither is guessed."""
+    rows: tuple[dict[str, Any], ...] = (
+        {"question": "How many?", "answer": value},
+        {"instruction": "How many?", "output": value},
+        {"messages": turns("How many?", value)},
+        {"messages": turns("How many?", [{"type": "text", "text": value}])},
+    )
+    for row in rows:
+        with pytest.raises(DataError, match="is not text") as caught:
+            convert(row)
+        assert caught.value.problems[0].way_out == f"Write the words that are meant as text, such as {word}.", row
 
 
 def test_the_way_out_is_one_that_fits_the_row() -> None:

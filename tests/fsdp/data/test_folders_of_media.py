@@ -115,6 +115,14 @@ class TestCaptionFiles:
         assert captions(source(str(tmp_path))) == {"a.png": ("first",)}
 
 
+def test_a_link_to_a_folder_of_media_is_told(tmp_path: Path) -> None:
+    picture(tmp_path / "set" / "a.png", "a")
+    picture(tmp_path / "more" / "inner" / "b.png", "b")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "more")
+    with pytest.warns(UserWarning, match=r"linked' is a link to a folder: its media are not read"):
+        assert captions(source(str(tmp_path / "set"))) == {"a.png": ("a",)}
+
+
 @pytest.mark.edge("BR14")
 def test_numbers_that_are_not_in_json_and_that_nobody_reads(tmp_path: Path) -> None:
     picture(tmp_path / "a.png")

@@ -229,3 +229,26 @@ def test_csv_and_parquet_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert len(parquet) == 3
     assert parquet.read(2) == rows[2]
     assert capfd.readouterr() == ("", "")  # no progress bar of the library
+
+
+def test_a_parquet_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    """`rsync -t`, `tar` and images of reproducible builds give another file the same name and time of change, and these
+    are all that `datasets` finds its copy by."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path, cache = tmp_path / "r.parquet", str(tmp_path / "cache")
+    for word in ("old", "new", "old"):
+        pq.write_table(pa.table({"text": [word] * 3}), path)
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        assert open_reader(path, cache_dir=cache).read(1) == {"text": word}
+
+
+def test_a_parquet_file_of_a_type_that_is_not_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    maps = pa.array([[("role", "user")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"messages": maps}), tmp_path / "r.parquet")
+    with pytest.raises(DataError, match=r"r\.parquet .*cannot be read as parquet: .*map<string, string"):
+        open_reader(tmp_path / "r.parquet", cache_dir=str(tmp_path / "cache"))

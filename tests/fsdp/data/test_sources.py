@@ -156,6 +156,27 @@ def test_a_pattern_chooses_a_split(tmp_path: Path) -> None:
 # --- dataset_info.json -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dataset", [".", "*.jsonl", "**/*.jsonl"])
+def test_hidden_files_are_no_rows(tmp_path: Path, dataset: str) -> None:
+    """Notebooks keep copies, and macOS facts of a file system, beside the files that they are of."""
+    write(tmp_path / "set" / "a.jsonl", "a")
+    for name in ("._a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"):
+        write(tmp_path / "set" / name, "copy")
+    assert answers(rows_of(tmp_path, f"set/{dataset}")) == ["a"]
+    assert answers(rows_of(tmp_path, "set/._*.jsonl")) == ["copy"]
+
+
+def test_a_link_to_a_folder_of_rows_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "a.jsonl", "a")
+    write(tmp_path / "more" / "inner" / "b.jsonl", "b")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "more")
+    (tmp_path / "set" / "round").symlink_to(tmp_path / "no rows")
+    with pytest.warns(UserWarning, match=r"linked' is a link to a folder: its rows are not read") as told:
+        assert answers(rows_of(tmp_path, "set")) == ["a"]
+    assert len(told) == 1
+    assert answers(rows_of(tmp_path, ["set/a.jsonl", "set/linked"])) == ["a", "b"]
+
+
 def describe(folder: Path, **entries: Any) -> None:
     (folder / "dataset_info.json").write_text(json.dumps(entries))
 

@@ -138,6 +138,11 @@ def map_without(folder: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+def whole_file(folder: Path) -> None:
+    """Of two sets of weights each library takes another."""
+    save_file({"lm_head.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def orphan_shard(folder: Path) -> None:
     save_file({"extra": torch.zeros(1)}, folder / "model-00003-of-00003.safetensors")
 
@@ -188,6 +193,7 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     ("79 key in the wrong shard", then(into_shards, map_to_other_shard), f"{EMBEDDING}.*found in model-00001"),
     ("79 key not in the index", then(into_shards, map_without), f"{EMBEDDING}.*not in the index"),
+    ("79 whole file beside shards", then(into_shards, whole_file), "model.safetensors.*stands beside shards"),
     ("79 orphan shard", then(into_shards, orphan_shard), "00003-of-00003.*named by no entry"),
     ("79 no index", then(into_shards, remove("model.safetensors.index.json")), r"no model\.safetensors\.index\.json"),
     ("79 broken index", then(into_shards, write("model.safetensors.index.json", b"{")), "json  is not valid JSON"),
@@ -312,7 +318,8 @@ def test_84_nonfinite_weights_are_named(copied: Callable[[str], Path]) -> None:
         edit_state(lambda state: state["model.layers.1.mlp.up_proj.weight"][3].fill_(value))(folder)  # noqa: B023
         report = build_and_load(folder)
         assert report.nonfinite == ("model.layers.1.mlp.up_proj.weight",)
-        assert any("NaN or infinity in model.layers.1.mlp.up_proj.weight" in warning for warning in report.warnings)
+        named = "NaN or infinity in model.layers.1.mlp.up_proj.weight, stored in model.safetensors"
+        assert any(named in warning for warning in report.warnings)
         weights(folder).unlink()
         _remove_all(folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from ruamel.yaml import YAML
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.run_length import run_length
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.params.yaml.origins import Origin, dump_with_origins, read_defaults
+from mindspeed_mm.fsdp.train.build_engine import TOTAL_STEPS, build_lr_schedule, jump_of_rate
 from mindspeed_mm.fsdp.train.run.began import kept_defaults
 from mindspeed_mm.provider.translate import from_flags
 from tests.helpers.runs import differing, lines, losses, mm, newest, tensors, train
@@ -175,6 +178,20 @@ def test_a_longer_run_tells_the_jump_of_its_rate(tmp_path: Path) -> None:
     last, first = (1e-3 * (1 + math.cos(math.pi * share)) / 2 for share in (3 / 4, 4 / 8))
     assert f"from {last:.3g} at step 4 to {first:.3g} at step 5" in out
     assert "8 steps long, no longer 4" in out
+
+
+def test_rates_that_round_alike_are_not_told_as_a_jump() -> None:
+    """A thousand steps into a long run the rate stays. What differs is where it goes from there."""
+    training = TrainingArguments(lr=1e-3, lr_decay_style="cosine", lr_warmup_ratio=0.0)
+    context = {"config": {"training": training.to_dict()}, TOTAL_STEPS: 10**6}
+    line = jump_of_rate(context, 1000, build_lr_schedule(training, 2 * 10**6), training)
+    new, old = (1e-3 * (1 + math.cos(math.pi * 1000 / total)) / 2 for total in (2 * 10**6, 10**6))
+    found = re.fullmatch(r".* long, no longer 1,000,000: the learning rate of step 1001 is (\S+), not (\S+)", line)
+    assert found is not None, line
+    assert found[1] != found[2]
+    assert [float(each) for each in found.groups()] == pytest.approx([new, old], rel=1e-6)
+    shortened = jump_of_rate(context, 1000, build_lr_schedule(training, 2000), training)
+    assert "jumps from 0.001 at step 1000 to 0.0005 at step 1001" in shortened
 
 
 @pytest.mark.edge("BU3")

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.artifacts import RunFolder
@@ -93,6 +94,21 @@ def test_one_skip_too_many_in_a_row_stops(yaml: Path, monkeypatch: pytest.Monkey
     assert said.code == 5
     assert "step 4 is not finite" in said.err
     assert "2 steps in a row were skipped" in said.err
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_weights_that_are_not_finite_are_named_and_no_sample(policy: str, yaml: Path, tmp_path: Path) -> None:
+    """No step can be finite, so none is skipped either."""
+    folder = Path(shutil.copytree(yaml.parent / "model", tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    state, name = load_file(weights), "model.language_model.layers.1.mlp.up_proj.weight"
+    state[name][0, 0] = math.nan
+    save_file(state, weights, metadata={"format": "pt"})
+    said = mm("train", yaml, f"model.model_name_or_path={folder}", f"training.on_nonfinite={policy}")
+    assert said.code == 5
+    assert f"rank 0: {name}" in said.err and "step 1 is not finite" in said.err and "weights contain NaN" in said.err
+    assert "samples" not in said.err
+    assert f"NaN or infinity in {name}, stored in model.safetensors" in said.out + said.err
 
 
 # --- memory, device, features ----------------------------------------------------------------------------------------

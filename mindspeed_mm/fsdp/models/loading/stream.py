@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
 from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.checkpoint.transformers_map import loading_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
@@ -383,5 +384,12 @@ def _warnings(folder: Path, found: _Comparison, nonfinite: Sequence[str]) -> lis
     if found.ignored:
         sentences.append(f"{folder}: {listed(found.ignored)} stored but not used")
     if nonfinite:
-        sentences.append(f"{folder}: NaN or infinity in {listed(nonfinite)}")
+        sentences.append(f"{folder}: NaN or infinity in {listed(nonfinite)}{_files_of(folder, nonfinite)}")
     return sentences
+
+
+def _files_of(folder: Path, names: Sequence[str]) -> str:
+    """Where weights are stored under the names that the model has for them: the files."""
+    entries = find_entries(folder) if holds_safetensors(folder) else {}
+    files = sorted({entries[name].file.name for name in names if name in entries})
+    return f", stored in {listed(files)}" if files else ""

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.sampling.finite import first_bad_weight
 from mindspeed_mm.fsdp.train.run.failures import shortened
 from mindspeed_mm.fsdp.utils.device import ArrivingNumbers
 
@@ -163,12 +165,16 @@ class RankOfStep(NamedTuple):
     is_finite: bool
     """Whether its own share of the loss is."""
     samples: list[str]
+    bad_weight: str | None
+    """The first of its weights that holds NaN or infinity."""
 
 
-def over_ranks(launched: LaunchedStep, rank: int, group: dist.ProcessGroup | None) -> list[RankOfStep]:
+def over_ranks(
+    launched: LaunchedStep, model: nn.Module, rank: int, group: dist.ProcessGroup | None
+) -> list[RankOfStep]:
     """What every rank of the group had to do with a step; collective."""
     is_finite = all(math.isfinite(float(value)) for value in launched.local_losses.values())
-    own = RankOfStep(rank, is_finite, launched.samples)
+    own = RankOfStep(rank, is_finite, launched.samples, first_bad_weight(model))
     if group is None:
         return [own]
     gathered = [own] * dist.get_world_size(group)
@@ -196,12 +202,20 @@ def skipped_or_stopped(
         skipped_before: Steps in a row before it that were skipped.
 
     Raises:
-        DivergedError: The policy says stop, or too many were skipped in a row.
+        DivergedError: The policy says stop, too many were skipped in a row, or weights are not finite.
     """
+    what = f"step {launched.step} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
+    if bad := [f"rank {each.rank}: {each.bad_weight}" for each in ranks if each.bad_weight is not None]:
+        raise DivergedError(
+            f"{what}, and weights contain NaN or infinity: no sample is at fault, and no step can be",
+            where="; ".join(bad[:8]),
+            key="model.model_name_or_path",
+            way_out="Start from an undamaged copy of the model or an earlier checkpoint. If both are whole, lower "
+            "training.lr.",
+        )
     # Where all losses are finite, it may be the gradient of any rank.
     suspects = [each for each in ranks if not each.is_finite] or ranks
     where = "; ".join(f"rank {each.rank}: samples {shortened(each.samples)}" for each in suspects[:8])
-    what = f"step {launched.step} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
     key, way_out = "training.on_nonfinite", "Look at these samples and lower training.lr"
     if launched.loss_scale is not None:
         way_out += ", or compute in bf16 (parallel.fsdp_plan.param_dtype)"

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
     Row,
     first_column,
     first_given,
+    not_text,
     note_unread,
     short,
 )
@@ -101,7 +102,7 @@ def text_of_part(part: Mapping[str, Any], where: str, key: str) -> str:
     """The text of a part. Raises `DataError` where it has none."""
     text = part.get(first_given(part, _TEXT_FIELDS_OF_TEXT) or "text")
     if not isinstance(text, str):
-        raise DataError(f"{short(text)} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
+        raise not_text(text, where, f"{key}.text")
     return text
 
 

@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
     ATTR_KEY,
     Row,
     first_given,
+    not_text,
     note_unread,
     short,
     text_of,
@@ -138,8 +139,7 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
             if message.get(name) is None:
                 continue
             if not isinstance(message[name], str):
-                what = f"{short(message[name])} is not text"
-                raise DataError(what, where=where, key=f"{key}.{name}", way_out=REPAIR)
+                raise not_text(message[name], where, f"{key}.{name}")
             read[name] = message[name]
     note_unread(sample, "turn", message, _known_fields(role, role_tag, content_tag), key)
     weight: float | None = weight_of(message, where, key)
@@ -199,7 +199,7 @@ def _content(content: object, may_be_absent: bool, sample: Sample, key: str) -> 
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise DataError(f"{short(content)} is not text", where=str(sample.place), key=key, way_out=REPAIR)
+        raise not_text(content, str(sample.place), key)
     return split_text(content)
 
 
@@ -239,7 +239,7 @@ def _spelled_call(content: object, where: str, key: str) -> JsonObject:
     if isinstance(content, dict | list) and content:
         return {"content": "", "tool_calls": read_calls(content, where, key)}
     if not isinstance(content, str):
-        raise DataError(f"{short(content)} is not text", where=where, key=key, way_out=REPAIR)
+        raise not_text(content, where, key)
     reasoning, said, calls = read_call_text(content, where, key)
     thought = {"reasoning_content": reasoning} if reasoning else {}
     return {"content": split_text(said), "tool_calls": calls, **thought}
@@ -250,7 +250,7 @@ def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
     if name is None:
         return {}
     if not isinstance(message[name], str):
-        raise DataError(f"{short(message[name])} is not text", where=where, key=f"{key}.{name}", way_out=REPAIR)
+        raise not_text(message[name], where, f"{key}.{name}")
     return {"reasoning_content": message[name]} if message[name] else {}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.core.kept_hashes import kept_sha256
+from mindspeed_mm.core.kept_hashes import kept_sha256, mark_of
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
     MAX_ROW_BYTES,
     JsonReader,
@@ -193,7 +193,12 @@ class CsvReader:
 
 
 class ParquetReader:
-    """Rows of a parquet file, through the memory-mapped Arrow copy that `datasets` keeps."""
+    """Rows of a parquet file, through the memory-mapped Arrow copy that `datasets` keeps.
+
+    `datasets` finds a copy again by the file's path and time of change alone, which are the same where a file was
+    replaced and its time set (`rsync -t`, `tar`, images of reproducible builds). The copy is named by what the file
+    holds, therefore; above 1 GiB by its size, its times and its inode.
+    """
 
     def __init__(self, path: Path, cache_dir: str | None = None, name: str | None = None) -> None:
         self.path, self.name, self._cache_dir = path, name or path.name, cache_dir
@@ -209,9 +214,16 @@ class ParquetReader:
             # a cut file has no footer, and one without rows has no table: said here, before anything is written
             if pq.read_metadata(self.path).num_rows == 0:
                 raise _no_rows(self.path)
-            return datasets.Dataset.from_parquet(str(self.path), cache_dir=self._cache_dir).data
-        except (pa.ArrowException, OSError, datasets.exceptions.DatasetsError) as error:
+            copy = {"cache_dir": self._cache_dir, "dataset_name": f"rows-{self._content()}"}
+            return datasets.Dataset.from_parquet(str(self.path), **copy).data
+        except (pa.ArrowException, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise DataError(f"cannot be read as parquet: {error}", where=str(self.path), way_out=_REPLACE) from error
+
+    def _content(self) -> str:
+        status = self.path.stat()
+        if status.st_size <= _HASHED_BYTES:
+            return kept_sha256(self.path, self._cache_dir)
+        return "-".join(map(str, mark_of(status)))
 
     def __len__(self) -> int:
         return self._table.num_rows

@@ -74,7 +74,19 @@ def wrong_field(column: str, value: Any, row: Row, place: RowLocation, expected:
             key=column,
             way_out=f"Name the column in {ATTR_KEY}.",
         )
+    if expected == "text":
+        return not_text(value, str(place), column)
     return DataError(f"{short(value)} is not {expected}", where=str(place), key=column, way_out=REPAIR)
+
+
+def not_text(value: Any, where: str, key: str) -> DataError:
+    """The error for a value where a text is expected. Numbers are not turned into words: 3 may be the number of a
+    choice (MMLU, ScienceQA), and 3.0 the count 3 that a table with gaps holds as a float."""
+    way_out = REPAIR
+    if value is not None and not isinstance(value, list | tuple | dict | bytes):
+        word = str(value).lower() if isinstance(value, bool) else str(value)
+        way_out = f"Write the words that are meant as text, such as {short(word)}."
+    return DataError(f"{short(value)} is not text", where=where, key=key, way_out=way_out)
 
 
 def short(value: Any) -> str:

@@ -9,6 +9,7 @@ line, as CosyVoice's recipes write it (`data.list`).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -135,7 +136,10 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
             return _of_path(entry, path, search)
     if _GLOB.search(entry):
         for folder, pattern in _glob_starts(entry, dataset_dir):
-            files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
+            found = folder.glob(pattern)
+            if not _is_hidden(Path(pattern)):  # as in a shell
+                found = (path for path in found if not _is_hidden(path.relative_to(folder)))
+            files = tuple(sorted(path for path in found if path.is_file()))
             if files:
                 return [RowSource(entry, files, search.row_format)]
     raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=_nearest_source(entry, search))
@@ -205,6 +209,11 @@ def _glob_starts(entry: str, dataset_dir: Path) -> list[tuple[Path, str]]:
     return [(Path(), entry), (dataset_dir, entry)]
 
 
+def _is_hidden(path: Path) -> bool:
+    """Whether a part of a path begins with a dot: copies of notebooks, facts of a file system."""
+    return any(part.startswith(".") and part != ".." for part in path.parts)
+
+
 def _described(name: str, entry: object, dataset_dir: Path) -> RowSource:
     """The source that an entry of `dataset_info.json` describes."""
     where = f"{INFO_FILE}: {name}"
@@ -263,13 +272,19 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
 
 
 def _row_files(folder: Path) -> Iterator[Path]:
-    """Files of rows in a folder and the folders inside, those of our own output left out."""
+    """Files of rows in a folder and the folders inside, without what is hidden and our own output. Links to folders are
+    not followed, since they may lead round in a circle: one that leads to rows is told."""
     for file in folder.iterdir():
-        if file.is_dir() and not file.is_symlink():
+        if _is_hidden(Path(file.name)):
+            continue
+        if not file.is_dir():
+            if _holds_rows(file):
+                yield file
+        elif not file.is_symlink():
             if not is_output(file):
                 yield from _row_files(file)
-        elif _holds_rows(file):
-            yield file
+        elif next(_row_files(file), None) is not None:
+            warnings.warn(f"'{file}' is a link to a folder: its rows are not read unless {_KEY} names it", stacklevel=2)
 
 
 def _holds_rows(path: Path) -> bool:

@@ -320,12 +320,16 @@ def _is_below_table(folder: Path, root: Path) -> bool:
 
 def _walk(path: Path, apart: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
     """Folders with their files in the order of their names, without what is hidden, apart, or our own output; of a root
-    of kohya_ss without its logs and models."""
+    of kohya_ss without its logs and models. Links to folders are not followed; one that leads to media is told."""
     for folder, folders, files in os.walk(path):
         here = Path(folder)
         is_root_of_kohya = "img" in folders and any(map(_REPEATED.fullmatch, os.listdir(here / "img")))  # noqa: PTH208
         folders[:] = [name for name in sorted(folders) if not (is_root_of_kohya and name in ("log", "model"))]
         folders[:] = [name for name in folders if _is_shown(name) and _is_data(here / name, apart)]
+        for link in filter(Path.is_symlink, (here / name for name in folders)):
+            if any(_is_medium(name) for _, _, names in os.walk(link) for name in names):
+                what = f"'{link}' is a link to a folder: its media are not read unless {_KEY} names it"
+                warnings.warn(what, stacklevel=2)
         yield here, [name for name in sorted(files) if _is_shown(name)]
 
 
