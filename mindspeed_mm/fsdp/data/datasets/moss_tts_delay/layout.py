@@ -65,11 +65,11 @@ def undelayed(codes: np.ndarray) -> np.ndarray:
     return np.stack([codes[book : book + frames, book] for book in range(books)], axis=1)
 
 
-def user_turn(row: Mapping[str, object], references: Sequence[bool] | None) -> str:
+def user_turn(fields: Mapping[str, str], references: Sequence[bool] | None) -> str:
     """What the user says, with `AUDIO` for every reference that there is.
 
     Args:
-        row: Its `FIELDS`; one that it lacks is None.
+        fields: Text of each of `FIELDS`.
         references: Of each speaker, whether there is a voice; None: nothing is said of voices.
     """
     voices = "None"
@@ -77,7 +77,7 @@ def user_turn(row: Mapping[str, object], references: Sequence[bool] | None) -> s
         named = [f"[S{number}]:\n{AUDIO}" for number, is_given in enumerate(references, 1) if is_given]
         voices = "\n".join(named)
     told = [("Reference(s)", voices)]
-    told += [(name.replace("_", " ").title(), str(row.get(name))) for name in FIELDS]
+    told += [(name.replace("_", " ").title(), fields[name]) for name in FIELDS]
     lines = "".join(f"- {name}:\n{value}\n" for name, value in told)
     return f"<user_inst>\n{lines}</user_inst>"
 

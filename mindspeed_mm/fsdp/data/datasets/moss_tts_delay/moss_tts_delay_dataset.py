@@ -16,6 +16,7 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import TextPositions
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows, codes_of
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.layout import (
@@ -45,7 +46,7 @@ class MossTTSDelayDataset(SpokenRows):
     looked at.
 
     Args:
-        basic_param: Which rows.
+        basic_param: Which rows. Without `dataset`, `dataset_dir` names them, as in MindSpeed-MM's file.
         preprocess_param: The model's folder.
         dataset_param: The whole section.
 
@@ -59,8 +60,11 @@ class MossTTSDelayDataset(SpokenRows):
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:
+        if basic_param.dataset is None:
+            basic_param = basic_param.model_copy(update={"dataset": basic_param.dataset_dir, "dataset_dir": None})
         super().__init__(basic_param, preprocess_param, dataset_param)
-        self._writer = TurnWriter(self.processor, config_of(self.folder), self.folder)
+        self._split = preprocess_param.split_special_tokens
+        self._writer = TurnWriter(self.processor, config_of(self.folder), self.folder, split_special=self._split)
 
     def item(self, index: int, epoch: int) -> EncodedSample:
         """Sample `index`, in every epoch the same.
@@ -96,8 +100,8 @@ class MossTTSDelayDataset(SpokenRows):
         return MossTTSDelayCollator(self.processor, TextOnlyPlugin(), collate_param, positions)
 
     def settings(self) -> dict[str, Any]:
-        """Return the model's configuration, by which samples are laid out."""
-        return {"config": repr(self._writer.config.to_dict())}
+        """Return the model's configuration, by which samples are laid out, and how their texts are read."""
+        return {"config": repr(self._writer.config.to_dict()), "split_special_tokens": self._split}
 
 
 class TurnWriter:
@@ -107,13 +111,15 @@ class TurnWriter:
         tokenizer: Of the model's folder.
         config: Of the model.
         folder: For messages.
+        split_special: Special tokens in a field are text.
 
     Raises:
-        ModelFolderError: The tokenizer has no chat template.
+        ModelFolderError: The tokenizer has no chat template, or gives no character positions.
     """
 
-    def __init__(self, tokenizer: Any, config: MossTTSDelayConfig, folder: Path) -> None:
+    def __init__(self, tokenizer: Any, config: MossTTSDelayConfig, folder: Path, *, split_special: bool = True) -> None:
         self.config, self._tokenizer = config, tokenizer
+        self._tokens = Tokens(tokenizer, of_processor=False, split_special=split_special)
         self.sizes = [config.audio_vocab_size] * config.n_vq
         if not getattr(tokenizer, "chat_template", None):
             way_out = "Copy chat_template.jinja or tokenizer_config.json of the released folder."
@@ -143,7 +149,8 @@ class TurnWriter:
             if AUDIO in str(row.get(name)):
                 what = f"{row[name]!r:.80} holds {AUDIO}, which stands for a sound"
                 raise DataError(what, where=place, key=name, way_out="Leave it out of the text.")
-        turn = self._written("user", user_turn(row, None if voices is None else [v is not None for v in voices]))
+        told = {name: self._tokens.protect(str(row.get(name))) for name in FIELDS}
+        turn = self._written("user", user_turn(told, None if voices is None else [v is not None for v in voices]))
         given, books = [voice for voice in voices or () if voice is not None], self.config.n_vq
         texts = turn.split(AUDIO)
         parts = [text_part(self._ids(texts[0]), books)]
@@ -173,8 +180,7 @@ class TurnWriter:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        return ids
+        return self._tokens.encode(text, ())[0].tolist() if text else []  # type: ignore[no-any-return]
 
 
 def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
