@@ -20,7 +20,8 @@ from tests.helpers.tiny_processors import PATCH_SIZE
 from tests.helpers.tiny_run import make_rows
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
-RELEASED = {name: ROWS[name] for name in ("qwen3tts", "cosyvoice3", "funasr", "moss_tts_delay")} | {"step3_vl": ROWS["step3_vl_10b"]}
+_AS_HERE = ("qwen3tts", "cosyvoice3", "funasr", "moss_tts_delay")
+RELEASED = {name: ROWS[name] for name in _AS_HERE} | {"step3_vl": ROWS["step3_vl_10b"]}
 _PROCESSOR_OF = {"qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
 _TOKEN_OF = {
     "image_token": "image_token",

@@ -100,7 +100,7 @@ def write_moss_speaker(root: Path) -> Path:
     for pair in (("audio_start", "im_end"), ("audio_assistant_gen_slot", "audio_assistant_delay_slot")):
         likes = torch.randn(head.shape[1], generator=generator)
         for key, sign in zip(pair, (1, -1), strict=True):
-            head[tokenizer.convert_tokens_to_ids(MOSS_MARKS[f"{key}_token_id"])] = sign * likes
+            head[tokenizer.convert_tokens_to_ids(MOSS_MARKS[f"{key}_token_id"])] = 4 * sign * likes
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_moss_codec(root / "MOSS-Audio-Tokenizer")
     return folder
