@@ -84,6 +84,7 @@ KEPT_APART = {
         "fsdp.data.dataloader.pairing",
         "fsdp.data.datasets.qwen3omni_talker.layout",
         "fsdp.distributed.job.interfaces",
+        "fsdp.loss.code_heads",
         "fsdp.loss.drawn_pictures",
         "fsdp.models.behaviour.segmented_mixer",
         "fsdp.models.ltx2.mel_spectrum",
