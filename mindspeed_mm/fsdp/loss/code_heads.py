@@ -1,5 +1,5 @@
-"""Text and the codebooks of a codec, each predicted by a head of its own at the same places (MOSS-TTS): a loss term for
-every head, each with a denominator of its own.
+"""Text and the codebooks of a codec, each predicted by a head of its own at the same places: a loss term for every
+head, each with a denominator of its own.
 
     loss = Σ (−log p(word_t | before)) / ((G + 1) · N),  codebook_g = Σ (−log p(code_tg | before)) / ((G + 1) · N_g)
 

@@ -40,7 +40,7 @@ class _Scale(nn.Module):
         return self.scale * hidden
 
 
-class _Attention(nn.Module):
+class _WindowAttention(nn.Module):
     """Each frame sees itself and those before it, `context` in all. Rotary places of neighbouring widths."""
 
     def __init__(self, width: int, heads: int, context: int, period: float) -> None:
@@ -78,12 +78,12 @@ class _Attention(nn.Module):
         return turned.flatten(-2).to(heads_BHLD.dtype)
 
 
-class _Layer(nn.Module):
+class _CodecLayer(nn.Module):
     """Attention and two linear layers, each behind a norm and in front of factors."""
 
     def __init__(self, width: int, heads: int, inner: int, context: int, period: float) -> None:
         super().__init__()
-        self.self_attn = _Attention(width, heads, context, period)
+        self.self_attn = _WindowAttention(width, heads, context, period)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.linear1, self.linear2 = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
         self.layer_scale_1, self.layer_scale_2 = _Scale(width), _Scale(width)
@@ -94,7 +94,7 @@ class _Layer(nn.Module):
         return hidden_BLD + self.layer_scale_2(self.linear2(inner))  # type: ignore[no-any-return]
 
 
-class _Transformer(nn.Module):
+class _CodecTransformer(nn.Module):
     """Layers between a projection into their width and one out of it, where widths differ.
 
     Args:
@@ -111,7 +111,7 @@ class _Transformer(nn.Module):
         period = float(values.get("max_period", 10_000))
         self.transformer: Any = nn.Module()
         self.transformer.layers = nn.ModuleList(
-            _Layer(width, *sizes, context, period) for _ in range(int(values["num_layers"]))
+            _CodecLayer(width, *sizes, context, period) for _ in range(int(values["num_layers"]))
         )
 
     def forward(self, hidden_BDL: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def _parts(
         for name, known in _KNOWN.items():
             if each.get(name, known) != known:
                 raise ValueError(f"{name} is {each[name]!r}; built is {known!r}")
-        parts.append(_Transformer(each, int(frames_per_s * seen_s)))
+        parts.append(_CodecTransformer(each, int(frames_per_s * seen_s)))
     return parts, frames_per_s
 
 

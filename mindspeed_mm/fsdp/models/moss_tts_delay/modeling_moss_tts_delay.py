@@ -65,7 +65,7 @@ class MossTTSDelayModel(PreTrainedModel):
         return self.lm_heads[0]
 
     def get_decoder(self) -> nn.Module:
-        """Qwen3's layers."""
+        """Return Qwen3 itself, which takes what places stand for through the layers."""
         return self.language_model
 
     def embed(self, input_ids: torch.Tensor, codec_ids: torch.Tensor) -> torch.Tensor:

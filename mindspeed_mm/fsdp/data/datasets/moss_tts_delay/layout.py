@@ -38,7 +38,7 @@ class DelayedSequence:
 
     @staticmethod
     def joined(parts: Sequence[DelayedSequence]) -> DelayedSequence:
-        """One behind the other."""
+        """The sequence of several parts, one behind the other."""
         ids = np.concatenate([part.input_ids for part in parts])
         return DelayedSequence(ids, np.concatenate([part.codec_ids for part in parts]))
 
@@ -83,7 +83,7 @@ def user_turn(fields: Mapping[str, str], references: Sequence[bool] | None) -> s
 
 
 def text_part(ids: Sequence[int], books: int) -> DelayedSequence:
-    """Text without codes."""
+    """Text, with no code at any of its places."""
     return DelayedSequence(np.array(ids, dtype=np.int64), np.full((len(ids), books), NO_CODE, dtype=np.int64))
 
 

@@ -89,7 +89,7 @@ class MossTTSDelayDataset(SpokenRows):
         return sample  # type: ignore[no-any-return]
 
     def measure(self, index: int) -> SampleSize:
-        """Its places."""
+        """Count the places of a sample, for which it is written out."""
         return SampleSize(len(self.item(index, 0)["input_ids"]), 0)
 
     @override
