@@ -81,6 +81,7 @@ KEPT_APART = {
     ),
     "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
         "fsdp.data.dataloader.pairing",
+        "fsdp.loss.code_heads",
         "fsdp.loss.drawn_pictures",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.talking",

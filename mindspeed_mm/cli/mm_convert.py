@@ -49,6 +49,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "Qwen3VLConverter": (_FAMILIES, "Qwen3-VL ↔ DCP, adapters of it, and merging them."),
     "Qwen35Converter": (_FAMILIES, "Qwen3.5 ↔ DCP, adapters of it, and merging them."),
     "Mistral3Converter": (_FAMILIES, "Mistral 3 ↔ DCP, adapters of it, and merging them."),
+    "MOSSTTSConverter": (_FAMILIES, "MOSS-TTS with a delay pattern ↔ DCP, adapters of it, and merging them."),
     "Qwen3TTSConverter": (f"{_CONVERT}.qwen3_tts", "Qwen3-TTS ↔ DCP, with a voice of its own in the folder."),
     "ExpertMergeDcpConverter": (_FAMILIES, "Experts stored one by one on the hub, stacked in DCP."),
     "Qwen2VLConverter": (_MEGATRON, "Qwen2-VL ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
@@ -77,7 +78,6 @@ CONVERTERS: dict[str, tuple[str, str]] = {
 }
 """Name → (module, help line)."""
 PLANNED = (
-    "MOSSTTSConverter",
     "VideoAlignConverter",
     "OpenSoraConverter",
 )

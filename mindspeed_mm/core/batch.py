@@ -59,6 +59,8 @@ BATCH_KEYS: dict[str, str] = {
     "media_places": "(N_tokens,) int64 places of media in the talker's flattened rows",
     "media_sources": "(N_tokens,) int64 the same places in the flattened thinker_input_ids",
     "frame_places": "(N_frames,) int64 places, in the flattened rows, that have a code of every codebook",
+    "code_places": "(N_places,) int64 places, in the flattened rows, that codes of speech are predicted at (MOSS-TTS)",
+    "code_targets": "(N_places, G) int64 the codes that follow them, -100 where none is trained",
     "speaker_places": "(N_speakers,) int64 places of speakers in the flattened rows",
     "speaker_features": "(frames, mels) float32 spectra of the speakers of a batch, one behind the other",
     "speaker_frames": "(N_speakers,) int64 frames of each",

@@ -65,7 +65,10 @@ def bare_steps(folder: Path, batches: list[dict[str, Any]]) -> list[StepRecord]:
         output, labels = run(model, batch), batch["shift_labels"]
         total = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = total / (labels != -100).sum()
-        if "codec_ids" in batch:  # frames of speech, whose further codebooks a code predictor tells
+        if (codes := batch.get("code_targets")) is not None:  # codebooks by heads of their own, beside that of text
+            heads = [F.cross_entropy(output.code_logits[:, n], codes[:, n]) for n in range(codes.shape[1])]
+            loss = torch.stack([loss, *heads]).mean()
+        elif "codec_ids" in batch:  # frames of speech, whose further codebooks a code predictor tells
             codes = batch["codec_ids"][..., 1:]
             loss = loss + 0.3 * F.cross_entropy(output.code_logits.flatten(0, 1), codes[codes[..., 0] >= 0].flatten())
         loss.backward()

@@ -20,7 +20,8 @@ from tests.helpers.tiny_processors import PATCH_SIZE
 from tests.helpers.tiny_run import make_rows
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
-RELEASED = {name: ROWS[name] for name in ("qwen3tts", "cosyvoice3", "funasr")} | {"step3_vl": ROWS["step3_vl_10b"]}
+_AS_HERE = ("qwen3tts", "cosyvoice3", "funasr", "moss_tts_delay")
+RELEASED = {name: ROWS[name] for name in _AS_HERE} | {"step3_vl": ROWS["step3_vl_10b"]}
 _PROCESSOR_OF = {"qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
 _TOKEN_OF = {
     "image_token": "image_token",
@@ -90,7 +91,7 @@ def make_rows_of(name: str, folder: Path) -> Path:
 
 
 _BASIC = "data.dataset_param.basic_parameters"
-_ROWS_THEMSELVES = ("qwen3tts", "cosyvoice3")
+_ROWS_THEMSELVES = ("qwen3tts", "cosyvoice3", "moss_tts_delay")
 """Their `dataset_dir` is the file of rows."""
 
 

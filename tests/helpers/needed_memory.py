@@ -145,6 +145,9 @@ def _row(config: dict[str, Any]) -> Batch:
         codes = torch.zeros(1, _TOKENS, config["talker_config"]["num_code_groups"], dtype=torch.long)
         codes[:, 0] = NO_CODE  # no row begins with a frame
         labels |= {"codec_ids": codes, "frame_places": torch.arange(1, _TOKENS)}
+    if config["model_type"] == "moss_tts_delay":
+        codes = torch.zeros(1, _TOKENS, config["n_vq"], dtype=torch.long)
+        labels |= {"codec_ids": codes, "code_places": torch.arange(_TOKENS - 1), "code_targets": codes[0, 1:]}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 
 

@@ -40,9 +40,14 @@ from tests.helpers.tiny_run import STEADY
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import (
     COSYVOICE_CODES,
+    MOSS_CODEBOOKS,
+    MOSS_CODES,
+    MOSS_MARKS,
     SMALL_QWEN3TTS,
+    moss_tokenizer,
     speech_tokenizer,
     write_cosyvoice_rows,
+    write_moss_rows,
     write_qwen3tts_rows,
 )
 from tests.helpers.tiny_step3_vl_10b import make_tiny_step3_vl_10b
@@ -564,6 +569,11 @@ ROWS: dict[str, Row | WrittenRow] = {
                 "tts_eos_token_id": "<|im_end|>"},
         small=SMALL_QWEN3TTS, rows=write_qwen3tts_rows,
         dataset={"dataset_type": "qwen3tts"},
+    ),
+    "moss_tts_delay": Row(
+        "moss-tts-8b", moss_tokenizer, tokens=MOSS_MARKS,
+        small={"n_vq": MOSS_CODEBOOKS, "audio_vocab_size": MOSS_CODES, "audio_pad_code": MOSS_CODES},
+        rows=write_moss_rows, dataset={"dataset_type": "mosstts_delay"},
     ),
     "qwen3": Row("qwen3-0.6b", _of("qwen3")),
     "qwen3_moe": Row("qwen3-30b-a3b", _of("qwen3")),

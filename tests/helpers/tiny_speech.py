@@ -31,12 +31,48 @@ SMALL_QWEN3TTS: dict[str, Any] = {
     },
 }  # fmt: skip
 """What is small in a configuration, beside the sizes of its blocks."""
+MOSS_CODEBOOKS, MOSS_CODES = 3, 40
+"""Of the small codec of MOSS-TTS."""
+MOSS_MARKS = {
+    "im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>", "audio_start_token_id": "<|audio_start|>",
+    "audio_end_token_id": "<|audio_end|>", "audio_user_slot_token_id": "<|audio_user_slot|>",
+    "audio_assistant_gen_slot_token_id": "<|audio_gen_slot|>",
+    "audio_assistant_delay_slot_token_id": "<|audio_delay_slot|>",
+}  # fmt: skip
+"""Key of its configuration → token."""
+_TURNS = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
 _SPECIAL = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "turn_start_token": "<|im_start|>"}
 
 
 def speech_tokenizer() -> Any:
     """Of bytes, with the marks of turns."""
     return byte_tokenizer(_SPECIAL, None)
+
+
+def moss_tokenizer() -> Any:
+    """Of bytes, with the marks of turns and of sounds."""
+    marks = {key.removesuffix("_id"): token for key, token in MOSS_MARKS.items()}
+    return byte_tokenizer(_SPECIAL | marks, _TURNS)
+
+
+def write_moss_rows(folder: Path, count: int = 4) -> Path:
+    """Texts with frames of codes, uneven in length; some with one voice or two."""
+    draw = np.random.default_rng(0)
+
+    def codes(frames: int) -> list[list[int]]:
+        return draw.integers(0, MOSS_CODES, (frames, MOSS_CODEBOOKS)).tolist()  # type: ignore[no-any-return]
+
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        row = {"audio": f"{number}.wav", "text": "seven one two"[: 6 + number], "audio_codes": codes(4 + number)}
+        voices = ({}, {"ref_audio_codes": codes(2)}, {"reference_audio_codes": [codes(1), None, codes(3)]})
+        rows.append(row | {"language": "English"} | voices[number % 3])
+    return _written(folder, rows)
 
 
 def write_cosyvoice_rows(folder: Path, count: int = 4) -> Path:

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.code_heads import WithCodeHeads
 from mindspeed_mm.fsdp.loss.drawn_pictures import WithDrawnPictures, draws_pictures
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
 from mindspeed_mm.fsdp.loss.objectives import (
@@ -36,6 +37,7 @@ from mindspeed_mm.fsdp.loss.objectives import (
     Terms,
     TokenCrossEntropy,
     build_objective,
+    code_heads,
 )
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
@@ -70,6 +72,8 @@ def build_language_objective(
         objective = WithMultiToken(objective, head, watch.watching, depths, factor)
     if isinstance(objective, TokenCrossEntropy) and (factor := code_loss_factor(model)):
         objective = WithCodePredictor(objective, factor)
+    if isinstance(objective, TokenCrossEntropy) and (heads := code_heads(model)):
+        objective = WithCodeHeads(objective, len(model.get_submodule(heads)) - 1)  # type: ignore[arg-type]
     if isinstance(objective, TokenCrossEntropy) and tells_pictures(model):
         objective = WithPictureLabels(objective)
     if draws_pictures(model):

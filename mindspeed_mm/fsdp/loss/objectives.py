@@ -324,8 +324,28 @@ def is_models_own(loss_type: str | None, *, has_head: bool) -> bool:
     return loss_type == "raw" or not has_head
 
 
+def code_heads(model: nn.Module) -> str:
+    """The list of heads of a model that predicts text and codebooks at once, which it states (`code_heads`): that of
+    text, then those of the codebooks. Empty where a model does not."""
+    return str(attribute_at(model, "code_heads", ""))
+
+
 def check_loss_type(loss_type: str | None, model: nn.Module, *, has_head: bool) -> None:
-    """Raise `ConfigError` when cross-entropy is asked for and the model has no output head."""
+    """Raise `ConfigError` when cross-entropy is asked for and the model has no output head, or when what counts alike
+    is not what the losses of its heads are means over."""
+    has_named = bool(code_heads(model))
+    if loss_type == "dict" and not has_named:
+        raise ConfigError(
+            f"{type(model).__name__} has no losses by name",
+            key="features.loss_cfg.loss_type",
+            way_out="Leave it out, or set 'default'.",
+        )
+    if has_named and loss_type in _SHARES:
+        raise ConfigError(
+            f"'{loss_type}', but each of the heads of {type(model).__name__} has the mean over its own labels",
+            key="features.loss_cfg.loss_type",
+            way_out="Set 'dict' or 'default': every loss is divided by its number of labels in the whole step.",
+        )
     if loss_type not in (None, "raw", PER_MICRO_BATCH) and not has_head:
         raise ConfigError(
             f"'{loss_type}' needs a model with an output head; {type(model).__name__} has none",

@@ -48,8 +48,9 @@ class LossConfig(Section):
     trains without `--calculate-per-token-loss`; it depends on which samples share a micro-batch, so it is rejected with
     packing. `raw`: the model's own loss, taken as the mean over the label tokens of a
     micro-batch, which is weighted by their number; a model that accepts this number (`num_items_in_batch`) is given it.
-    `dict`: losses that the model returns by name. Not given: `default` for transformers' language models, `raw` for
-    models that return their own loss; for generators, both are the denoising loss."""
+    `dict`: losses by name, each divided by its own global number of labels (MOSS-TTS: text and every codebook). Not
+    given: `default` for transformers' language models, `raw` for models that return their own loss; for generators,
+    both are the denoising loss."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss of the router in mixture-of-experts models."""
     router_aux_loss_offload: Flag = False

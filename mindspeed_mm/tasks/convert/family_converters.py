@@ -159,6 +159,12 @@ class Mistral3Converter(_FamilyConverter):
     model_types = ("mistral3",)
 
 
+class MOSSTTSConverter(_FamilyConverter):
+    """MOSS-TTS with a delay pattern ↔ DCP, adapters of it, and merging them."""
+
+    model_types = ("moss_tts_delay",)
+
+
 _EXPERTS = KeyMap(
     [
         KeyRule(

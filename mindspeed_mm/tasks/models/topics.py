@@ -482,7 +482,6 @@ PLANNED = {
     "longcat_next": "LongCat-Next, pictures, sound and text",
     "mimo_v2_5": "MiMo-V2.5, pictures, videos, sound and text",
     "ming": "Ming, pictures, videos, sound and text",
-    "moss_tts_delay": "MOSS-TTS, text to speech tokens",
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
     "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",

@@ -133,24 +133,27 @@ class SpokenRows(MMDataset):
 COLUMN = "audio_codes"
 
 
-def codes_of(row: Mapping[str, Any], place: str, sizes: Sequence[int], extracted_by: str) -> np.ndarray:
+def codes_of(
+    row: Mapping[str, Any], place: str, sizes: Sequence[int], extracted_by: str, column: str = COLUMN
+) -> np.ndarray:
     """The frames of a row's speech, (frames, codebooks) int64.
 
     Args:
-        row: As it stands in its file; `audio_codes` is a list of frames.
+        row: As it stands in its file; the column is a list of frames.
         place: Of the row, for messages.
         sizes: How many codes each codebook has.
         extracted_by: What makes codes for this model, for messages.
+        column: That has them.
 
     Raises:
         DataError: There are none, or none that the model knows.
     """
-    given = row.get(COLUMN)
+    given = row.get(column)
     if given is None or not len(given):
         raise DataError(
             "there are no codes, and no codec here makes them of a sound",
             where=place,
-            key=COLUMN,
+            key=column,
             way_out=f"Extract them with {extracted_by}.",
         )
     try:
@@ -159,16 +162,16 @@ def codes_of(row: Mapping[str, Any], place: str, sizes: Sequence[int], extracted
         codes = np.zeros(0)
     if codes.ndim != 2 or codes.shape[1] != len(sizes) or not np.issubdtype(codes.dtype, np.integer):
         raise DataError(
-            f"{COLUMN} are no frames of {len(sizes)} numbers each",
+            f"{column} are no frames of {len(sizes)} numbers each",
             where=place,
-            key=COLUMN,
+            key=column,
             way_out="Extract them with the codec of this model.",
         )
     if (codes < 0).any() or (codes >= np.array(sizes)).any():
         raise DataError(
             f"codes go from {codes.min()} to {codes.max()}, those of the codec from 0 to {min(sizes) - 1}",
             where=place,
-            key=COLUMN,
+            key=column,
             way_out="Extract them with the codec of this model.",
         )
     return codes.astype(np.int64)

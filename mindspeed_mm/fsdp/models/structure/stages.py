@@ -78,7 +78,10 @@ def find_cut_points(model: nn.Module) -> CutPoints:
 
 
 def _of_decoder(model: nn.Module) -> CutPoints | None:
-    """`embed_tokens → layers → norm` inside, `lm_head` outside, as all decoders of transformers have it."""
+    """`embed_tokens → layers → norm` inside, `lm_head` outside, as all decoders of transformers have it. A model with
+    further tables and heads beside them (`code_heads`) is not known."""
+    if attribute_at(model, "code_heads"):
+        return None
     decoder, embedding, head = decoder_of(model), embedding_of(model), head_of(model)
     layers, norm = attribute_at(decoder, "layers"), attribute_at(decoder, "norm")
     if decoder is None or embedding is None or not isinstance(layers, nn.ModuleList) or norm is None:

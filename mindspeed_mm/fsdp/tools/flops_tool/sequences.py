@@ -136,6 +136,8 @@ class _DecoderParts:
     sound: SoundLengths | None
     of_latents: tuple[str, ...] = ()
     """Parts of the names of modules that latents of pictures go through, and no other tokens."""
+    code_heads: str = ""
+    """The list of heads of text and codebooks (`code_heads`); all but the first see places that codes follow."""
 
     def of(self, name: str) -> str:
         """See `Sequences.of`. The order of the questions counts: a head may be inside the decoder."""
@@ -143,6 +145,8 @@ class _DecoderParts:
             return self.head_sequence
         if any(part in name for part in self.of_latents):
             return units.LATENT_TOKENS
+        if _is_in(name, self.code_heads):
+            return units.FRAMES
         for tower in (*self.hearing, *self.seeing):
             if name.startswith(f"{tower}."):
                 return self._of_tower(tower, name.removeprefix(f"{tower}."))
@@ -176,6 +180,8 @@ class _DecoderParts:
             found |= self.vision(batch)
         if self.sound is not None:
             found |= self.sound(batch)
+        if self.code_heads:
+            found[units.FRAMES] = [len(batch["code_places"])]
         return found
 
 
@@ -194,7 +200,8 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
     if of_latents and head_sequence == units.TEXT:
         head_sequence = f"{units.TEXT}+{units.LATENT_TOKENS}"  # it goes over all tokens
     towers = (tuple(seeing), tuple(hearing))
-    parts = _DecoderParts(head, head_sequence, _decoder_name(model), *towers, vision, sound, of_latents)
+    code_heads = setting_of(model, str, "code_heads") or ""
+    parts = _DecoderParts(head, head_sequence, _decoder_name(model), *towers, vision, sound, of_latents, code_heads)
     return Sequences(parts.of, parts.lengths, sides=tuple(kinds), sound=sound)
 
 
