@@ -33,8 +33,9 @@ _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOU
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
-_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
-"""The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
+_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
+"""The second: what makes codes of the sound that MiMo-V2.5 hears, with its weights; the third: the codec of Qwen3-TTS;
+the fourth: the frozen autoencoder of a model that draws."""
 
 
 @dataclass(frozen=True)
