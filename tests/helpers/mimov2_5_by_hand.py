@@ -75,8 +75,8 @@ def _frame(w: Weights, patches: torch.Tensor, height: int, width: int) -> torch.
     hidden = patches @ kernel.T
     by_column = [4 * square + part for square in columns for part in range(4)]
     for number, kind in enumerate(SEE_KINDS):
-        order = by_column if kind == 1 else list(range(len(patches)))
-        hidden[order] = _see_block(w, number, hidden[order], places[order])
+        order = torch.tensor(by_column if kind == 1 else range(len(patches)))
+        hidden = _see_block(w, number, hidden[order], places[order])[order.argsort()]
     normed = hidden - hidden.mean(dim=1, keepdim=True)
     normed = normed / (normed.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * w["visual.merger.ln_q.weight"]
     inner = F.gelu(normed.reshape(-1, 4 * SEE) @ w["visual.merger.mlp.0.weight"].T)
@@ -213,9 +213,7 @@ def losses(w: Weights, embeddings: torch.Tensor, labels: torch.Tensor, depths: i
     return found
 
 
-def embedded(
-    w: Weights, ids: torch.Tensor, media: Sequence[tuple[int, torch.Tensor]]
-) -> torch.Tensor:
+def embedded(w: Weights, ids: torch.Tensor, media: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """(L, hidden) of tokens, with features in the places of those that stand for media."""
     found = w["model.embed_tokens.weight"][ids].clone()
     for token, features in media:

@@ -13,7 +13,7 @@ from tests.helpers.tiny_processors import byte_tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
-HIDDEN, INNER, HEADS, GROUPS, HEAD, VALUE, EXPERTS, CHOSEN = 32, 48, 4, 1, 12, 6, 4, 2
+HIDDEN, INNER, HEADS, GROUPS, HEAD, VALUE, EXPERTS, CHOSEN = 32, 48, 4, 2, 12, 6, 4, 2
 KINDS, ROUTED, WINDOW, TURNED = (0, 1, 1), (0, 1, 1), 5, 4
 """Of each layer, 1 where it has a window and twice as many groups of keys; 1 where it has experts. Features of a head
 that are turned by its place: a third of them."""
@@ -75,13 +75,7 @@ def make_tiny_mimov2_5(folder: Path) -> dict[str, torch.Tensor]:
     ):
         path.write_text(json.dumps(content), encoding="utf-8")
     tensors = {name: value(name, shape) for name, shape in released_shapes(words).items()}
-    further = {name: tensor for name, tensor in tensors.items() if ".mtp." in name}
-    most = {name: tensor for name, tensor in tensors.items() if name not in further}
-    save_file(most, folder / "model_1.safetensors", metadata={"format": "pt"})
-    save_file(further, folder / "model_mtp.safetensors", metadata={"format": "pt"})
-    places = dict.fromkeys(most, "model_1.safetensors") | dict.fromkeys(further, "model_mtp.safetensors")
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_file({name: value(name, shape) for name, shape in sound_shapes().items()}, sound / "model.safetensors")
     return tensors
 

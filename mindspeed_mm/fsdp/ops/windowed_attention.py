@@ -51,9 +51,7 @@ def attend_in_blocks(
     return output
 
 
-def window_mask(
-    queries: int, keys: int, window: int, device: torch.device, *, two_way: bool = False
-) -> torch.Tensor:
+def window_mask(queries: int, keys: int, window: int, device: torch.device, *, two_way: bool = False) -> torch.Tensor:
     """(1, 1, queries, keys) bool: the last query stands at the last key, and sees it and the `window - 1` before it;
     with `two_way` every query sees as many behind it."""
     place = torch.arange(keys - queries, keys, device=device)

@@ -107,7 +107,8 @@ class MiMoSoundEncoder(nn.Module):
     @torch.inference_mode()
     def forward(self, spectrum_MD: torch.Tensor) -> torch.Tensor:
         """(M, bands) → (N, C): of one piece, which is encoded without those beside it."""
-        hidden = F.gelu(self.conv2(F.gelu(self.conv1(spectrum_MD.T[None]))))[0].T
+        spectrum = spectrum_MD.T[None].to(self.conv1.weight.dtype)
+        hidden = F.gelu(self.conv2(F.gelu(self.conv1(spectrum))))[0].T
         angles = torch.arange(len(hidden))[:, None] * self.speeds
         turned = torch.cat([angles, angles], dim=1)
         skipped: torch.Tensor | float = 0.0

@@ -185,7 +185,9 @@ class MiMoAudioProjection(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, out, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, out, bias=False)
+        )
 
     def forward(self, groups: torch.Tensor) -> torch.Tensor:
         """(groups, width) → (groups, out)."""
@@ -280,7 +282,9 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
             Tower("audio", "audio_encoder", "audio_codes", "model", _run_idle_audio),
         ]
 
-    def get_image_features(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> BaseModelOutputWithPooling:
+    def get_image_features(
+        self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+    ) -> BaseModelOutputWithPooling:
         """What stands in the places of picture or video tokens: `pooler_output`, (tokens, H).
 
         Args:
