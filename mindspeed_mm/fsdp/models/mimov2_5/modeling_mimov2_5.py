@@ -27,7 +27,7 @@ from typing_extensions import override
 from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
 from mindspeed_mm.fsdp.models.mimov2_5.configuration_mimov2_5 import MiMoV2AudioConfig, MiMoV2Config
 from mindspeed_mm.fsdp.models.mimov2_5.processing_mimov2_5 import MiMoV2Processor
-from mindspeed_mm.fsdp.models.mimov2_5.vision import MiMoVisionAttention, MiMoVisionTransformer
+from mindspeed_mm.fsdp.models.mimov2_5.vision import MiMoVisionTransformer
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -373,14 +373,9 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         """Media are shown with the prompt, and not with the tokens that follow it."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):
+        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
             inputs |= dict.fromkeys(_MEDIA)
         return inputs
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MiMoVisionAttention) and module.sinks is not None:
-            nn.init.zeros_(module.sinks)
 
 
 def _run_idle_vision(model: Any) -> BaseModelOutputWithPooling:

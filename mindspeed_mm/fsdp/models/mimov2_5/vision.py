@@ -209,6 +209,11 @@ class MiMoVisionTransformer(PreTrainedModel):
         self.merger = MiMoVisionPatchMerger(config)
         self.post_init()
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MiMoVisionAttention) and module.sinks is not None:
+            nn.init.zeros_(module.sinks)
+
     def forward(self, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         """(P, numbers of a patch) → (tokens, features of the text model), in the order of rows.
 
