@@ -87,6 +87,7 @@ KEPT_APART = {
         "fsdp.loss.drawn_pictures",
         "fsdp.models.behaviour.segmented_mixer",
         "fsdp.models.ltx2.mel_spectrum",
+        "fsdp.models.mimov2_5.audio_codes",
         "fsdp.ops.context_attention.ring",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.cosyvoice3.talking",

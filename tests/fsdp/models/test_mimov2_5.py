@@ -14,12 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.params.data_args import DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import mimov2_5_by_hand as by_hand
 from tests.helpers.decoder_logits import Weights
 from tests.helpers.recorded_sizes import billions, model_of_record
+from tests.helpers.released_rows import write_rows
 from tests.helpers.tiny_mimov2_5 import (
     GROUP,
     KINDS,
@@ -242,6 +246,45 @@ def test_sound_without_its_encoder_is_refused(tmp_path: Path, root: str) -> None
     processor: Any = load_processor(folder)
     with pytest.raises(ModelFolderError, match="has no audio_tokenizer"):
         processor.feature_extractor([sound_of(0.1)])
+
+
+def test_rows_of_clips_are_what_the_processor_makes_of_them(root: str, tmp_path: Path) -> None:
+    folder, _ = released(root)
+    path = write_rows(tmp_path, ("video",), count=1)
+    basic = {"dataset": str(path), "dataset_dir": str(tmp_path), "cutoff_len": 4096}
+    param = DatasetParam.model_validate(
+        {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(folder)}}
+    )
+    dataset = build_mm_dataset(param)[0]
+    row, processor = dataset[0], dataset.processor
+    shown = dataset.plugin.collate(row["media"])
+    time, height, width = shown["video_grid_thw"][0].tolist()
+    written = processor.tokenizer.decode(row["input_ids"])
+    frame = MARKS["vision_start"] + height * width // 4 * MARKS["video"] + MARKS["vision_end"]
+    assert written.count(frame) == time > 1
+    assert f"{MARKS['video_start']}00:00{frame}" in written and f"{frame}{MARKS['video_end']}" in written
+    assert len(shown["pixel_values_videos"]) == time * height * width
+
+
+def test_the_sound_of_clips_is_refused(root: str) -> None:
+    processor: Any = load_processor(released(root)[0])
+    with pytest.raises(ConfigError, match="MiMoV2Processor does not take the sound of videos"):
+        build_mm_plugin(processor, PreprocessParameters(use_audio_in_video=True))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_a_loop_without_a_cache(root: str) -> None:
+    folder, w = released(root)
+    model, inputs = loaded(folder), asked(folder)
+    ids, media = inputs["input_ids"][0], media_by_hand(w, inputs, model.config)
+    with torch.no_grad(), keeping_double():
+        said = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, len(ids) :]
+        for _ in range(8):
+            hidden = by_hand.text_hidden(w, by_hand.embedded(w, ids, media))
+            ids = torch.cat([ids, (hidden[-1] @ w["lm_head.weight"].T).argmax()[None]])
+    assert said.tolist() == ids[-8:].tolist()
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

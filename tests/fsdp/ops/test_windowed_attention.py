@@ -84,7 +84,14 @@ def test_a_window_to_both_sides_equals_the_formula(tokens: int, window: int, wit
     wanted = torch.cat(expected, dim=1)
     borders = torch.tensor([0, tokens, tokens + 7], dtype=torch.int32)
     found, _ = varlen_attention(
-        BOTH_WAYS, q, k, v, None, two_way_window=window, s_aux=sinks, cu_seq_lens_q=borders  # type: ignore[arg-type]
+        BOTH_WAYS,
+        q,
+        k,
+        v,
+        None,
+        two_way_window=window,
+        s_aux=sinks,
+        cu_seq_lens_q=borders,  # type: ignore[arg-type]
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     inputs, seed = [each for each in (q, k, v, sinks) if each is not None], torch.randn_like(wanted)

@@ -41,7 +41,7 @@ _SETTINGS: Mapping[str, Any] = {
 """What a file may leave out, with the released code's values."""
 
 
-class _Attention(nn.Module):
+class _FrameAttention(nn.Module):
     def __init__(self, width: int, heads: int, window: int, *, causal: bool) -> None:
         super().__init__()
         self.heads, self.window, self.causal = heads, window, causal
@@ -61,12 +61,12 @@ class _Attention(nn.Module):
         return output
 
 
-class _Layer(nn.Module):
+class _FrameLayer(nn.Module):
     def __init__(self, settings: Mapping[str, Any], window: int) -> None:
         super().__init__()
         width, inner = settings["d_model"], settings["encoder_ffn_dim"]
         heads, causal = settings["encoder_attention_heads"], bool(settings["encoder_causal"])
-        self.self_attn = _Attention(width, heads, window, causal=causal)
+        self.self_attn = _FrameAttention(width, heads, window, causal=causal)
         self.self_attn_layer_norm, self.final_layer_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
 
@@ -91,7 +91,7 @@ class MiMoSoundEncoder(nn.Module):
         self.speeds = 1 / settings["rope_theta"] ** (torch.arange(0, head, 2) / head)
         self.conv1 = nn.Conv1d(settings["n_mels"], width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
-        self.layers = nn.ModuleList(_Layer(settings, window) for window in _windows(settings))
+        self.layers = nn.ModuleList(_FrameLayer(settings, window) for window in _windows(settings))
         self.layer_norm = nn.LayerNorm(width)
         if pooled > 1:
             self.down_sample_layer = nn.Sequential(nn.Conv1d(width, width, pooled, pooled, bias=False))

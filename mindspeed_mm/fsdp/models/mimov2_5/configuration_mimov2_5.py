@@ -228,7 +228,7 @@ class MiMoV2Config(PreTrainedConfig):
 
     @property
     def initializer_range(self) -> float:
-        """Of new weights."""
+        """Deviation of new weights in all parts of the model."""
         return float(self.text_config.initializer_range)
 
 

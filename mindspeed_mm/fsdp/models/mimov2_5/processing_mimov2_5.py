@@ -34,6 +34,7 @@ class MiMoV2Processor(ProcessorMixin):
         tokens: Number of each of its tokens, by what it stands for.
     """
 
+    takes_sound_of_videos = False
     return_mm_token_type_ids = False
     text_kwargs: ClassVar[dict[str, Any]] = {"return_token_type_ids": False}  # type: ignore[assignment]
     videos_kwargs: ClassVar[dict[str, Any]] = {"return_metadata": True}  # type: ignore[assignment]
