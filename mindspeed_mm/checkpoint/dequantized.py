@@ -12,12 +12,13 @@ compressed-tensors  Kimi-K2, `pack-quantized`: `X.weight_packed`, eight codes of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Region, Sliced
 from mindspeed_mm.core.errors import ModelFolderError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -135,7 +136,9 @@ def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], 
     found = dict(stored)
     for key, section in sections_of(config):
         rule = read_quantization(section, f"{where}/config.json", key)
-        found = _READERS[rule.method](found, rule, where)
+        joined = _of_ranks(found, config, rule) if rule.method == "fp8" else {}
+        kept = {name: tensor for name, tensor in found.items() if name.removesuffix("_scale_inv") not in joined}
+        found = {**_READERS[rule.method](kept, rule, where), **joined}
     return found
 
 
@@ -159,6 +162,38 @@ def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) ->
         grid = (*leading, -(-rows // row_step), -(-columns // column_step))
         _check_shape(scales, grid, key, name, where)
         found[name] = ScaledBlocks(codes, scales, rule.block)
+    return found
+
+
+_FUSED = re.compile(r"model\.(?:mtp\.layers\.\d+|layers\.(\d+))\.self_attn\.qkv_proj\.weight")
+
+
+def _of_ranks(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], rule: Quantization) -> dict[str, LazyTensor]:
+    """Queries, keys and values in one matrix, whose rows lie as ranks of tensor parallelism hold them, as many as there
+    are key heads: each rank's queries, keys and values, in blocks of its own. MiMo-V2.5 is released so (vLLM, pull
+    request 57508). They are put in order here; none where a folder has them in order, or apart."""
+    found: dict[str, LazyTensor] = {}
+    if config.get("attention_projection_layout") != "fused_qkv":
+        return found
+    ranks, step = int(config["num_key_value_heads"]), rule.block[0]
+    for name, codes in stored.items():
+        match, scales = _FUSED.fullmatch(name), stored.get(f"{name}_scale_inv")
+        if match is None or scales is None:
+            continue
+        windowed = match[1] is None or config["hybrid_layer_pattern"][int(match[1])]
+        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+        heads, groups, width, value = (int(config[f"swa_{size}" if windowed else size]) for size in sizes)
+        parts = [heads * width // ranks, groups * width // ranks, groups * value // ranks]
+        rows, steps = sum(parts), -(-sum(parts) // step)
+        if scales.shape[0] != ranks * steps or codes.shape[0] != ranks * rows:
+            return {}
+        shards = [
+            ScaledBlocks(Sliced(codes, 0, rank * rows, rows), Sliced(scales, 0, rank * steps, steps), rule.block)
+            for rank in range(ranks)
+        ]
+        starts = (0, parts[0], parts[0] + parts[1])
+        pieces = [Sliced(shard, 0, at, size) for at, size in zip(starts, parts, strict=True) for shard in shards]
+        found[name] = Concatenated(pieces, 0)
     return found
 
 

@@ -40,8 +40,9 @@ _OF_PROCESSOR = (
     *("tokenizer.*", "tokenizer_config.json", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "vocab.*", "tekken.json", "*.model", "*.tiktoken", "*.bpe"),
 )
-_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
-"""The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
+_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
+"""The second: what makes codes of the sound that MiMo-V2.5 hears, with its weights; the third: the codec of Qwen3-TTS;
+the fourth: the frozen autoencoder of a model that draws."""
 
 
 @dataclass(frozen=True)

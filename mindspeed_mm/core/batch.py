@@ -53,6 +53,7 @@ BATCH_KEYS: dict[str, str] = {
     "input_features": "audio features in the layout of the model's processor",
     "feature_attention_mask": "(N_audios, frames) int64, 1 on real frames",
     "input_features_mask": "the same, as Qwen3-ASR calls it",
+    "audio_codes": "(frames, codebooks) int64 codes of sounds that are heard, in whole groups (MiMo-V2.5)",
     "codec_ids": "(B, L, G) int64 codes of speech, first codebook first; negative where there are none",
     "thinker_input_ids": "(B, K) int64 of a conversation as far as it has media, beside the talker's rows (Qwen3-Omni)",
     "thinker_attention_mask": "(B, K) int64, 1 on real tokens of it",

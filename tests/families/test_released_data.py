@@ -60,7 +60,7 @@ def by_processor(
 )
 def test_rows_are_what_the_processor_makes_of_them(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
-    folder, path = row.write(tmp_path / "model"), write_rows(tmp_path / "rows", row.kinds)
+    folder, path = row.write(tmp_path / "model"), write_rows(tmp_path / "rows", row.kinds, rate=row.rate)
     param = DatasetParam.model_validate(
         {
             "basic_parameters": {"dataset": str(path), "dataset_dir": str(path.parent), "cutoff_len": 4096},

@@ -241,6 +241,7 @@ _MEDIA: dict[str, Callable[[Any, torch.Tensor], Batch]] = {
          "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
         _patches,
     ),
+    "mimo_v2": lambda config, ids: {k: v for k, v in _patches(config, ids).items() if k != "mm_token_type_ids"},
     "internvl": _squares(lambda config, _: config.image_seq_length),
     "llava": _squares(lambda config, side: (side // config.vision_config.patch_size) ** 2),
     "mistral3": _squares(_merged, image_sizes=lambda _, count, side: torch.tensor([[side, side]] * count)),

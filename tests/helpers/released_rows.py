@@ -34,6 +34,7 @@ from tests.helpers.tiny_funasr import build_processor
 from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_media import write_video
+from tests.helpers.tiny_mimov2_5 import make_tiny_mimov2_5
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_run import STEADY
@@ -80,6 +81,7 @@ class Row:
         rows: Writes rows of another kind than conversations into a folder, and returns the file.
         dataset: Of `data.dataset_param`, where the rows are of another kind.
         processing: What its processor has to be told beside the conversation to write it as the folder says.
+        rate: Samples a second that its processor takes.
     """
 
     size: str
@@ -95,6 +97,7 @@ class Row:
     rows: Callable[[Path], Path] | None = None
     dataset: Config = field(default_factory=dict)
     processing: Config = field(default_factory=dict)
+    rate: int = 16000
 
     @cached_property
     def release(self) -> Release:
@@ -143,6 +146,7 @@ class WrittenRow:
     adapted: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     rows: None = None
+    rate: int = 16000
     dataset: Config = field(default_factory=dict)
     processing: Config = field(default_factory=dict)
 
@@ -186,15 +190,16 @@ def dataset_of(row: Row | WrittenRow, rows: Path, model: Path) -> Config:
     return merged(found | {"dataset_type": "huggingface"}, row.dataset)
 
 
-def write_rows(folder: Path, kinds: tuple[str, ...], count: int = 4) -> Path:
-    """Questions about a medium of each kind, uneven in size, with uneven answers; returns the JSONL."""
+def write_rows(folder: Path, kinds: tuple[str, ...], count: int = 4, rate: int = 16000) -> Path:
+    """Questions about a medium of each kind, uneven in size, with uneven answers; returns the JSONL. Sounds have `rate`
+    samples a second."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
         row: dict[str, Any] = {"id": f"row{number}"}
         marks = ""
         for kind in kinds:
-            name = _MEDIA[kind](folder, number)
+            name = _sound(folder, number, rate) if kind == "audio" else _MEDIA[kind](folder, number)
             row[f"{kind}s"], marks = [name], marks + f"<{kind}>"
         answer = " ".join(["one", "two", "three"][: 1 + number % 3])
         row["messages"] = [
@@ -236,10 +241,10 @@ def _picture(folder: Path, number: int, size: tuple[int, int] | None = None) -> 
     return name
 
 
-def _sound(folder: Path, number: int) -> str:
+def _sound(folder: Path, number: int, rate: int = 16000) -> str:
     """Longer than a second: Qwen3-Omni's tower fills its chunks of one up to the longest in the batch, and what is
     filled up shows in the result."""
-    (folder / f"{number}.wav").write_bytes(sound_bytes(tone(1.05 + 0.15 * number, 16000, 300 + 100 * number), 16000))
+    (folder / f"{number}.wav").write_bytes(sound_bytes(tone(1.05 + 0.15 * number, rate, 300 + 100 * number), rate))
     return f"{number}.wav"
 
 
@@ -552,6 +557,9 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
+    "mimov2_5": WrittenRow(
+        make_tiny_mimov2_5, "MiMoV2FlashConfig", kinds=("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000
+    ),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
     "funasr": Row(

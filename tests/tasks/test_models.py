@@ -206,7 +206,7 @@ def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> 
     [
         "self-forcing", "Ming",
         "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
-        "kimi_k3", "mimo_v25", "mimov2_5", "qihoo_t2x",
+        "kimi_k3", "qihoo_t2x",
     ],
 )  # fmt: skip
 def test_a_planned_family_is_said_to_be_planned(name: str) -> None:

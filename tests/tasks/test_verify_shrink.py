@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,18 @@ def test_a_vision_language_model() -> None:
         "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128,
         "deepstack_visual_indexes": [1],
     }  # fmt: skip
+
+
+def test_layers_with_a_window_narrow_as_the_others_do() -> None:
+    """MiMo-V2.5: twice as many key heads, and all else the same; lists of layers are as long as there are layers."""
+    path = Path(__file__).parents[1] / "released/mimo-v2-5.json"
+    small = shrink(json.loads(path.read_text(encoding="utf-8"))["config"], Room()).config
+    assert small["swa_num_key_value_heads"] == 2 * small["num_key_value_heads"] == 4
+    for key in ("num_attention_heads", "head_dim", "v_head_dim"):
+        assert small[f"swa_{key}"] == small[key]
+    assert small["num_attention_heads"] == 4
+    assert len(small["hybrid_layer_pattern"]) == len(small["moe_layer_freq"]) == small["num_hidden_layers"] == 3
+    assert len(small["vision_config"]["vit_window_attn_types"]) == small["vision_config"]["depth"]
 
 
 def test_what_the_plan_divides() -> None:

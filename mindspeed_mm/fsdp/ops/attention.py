@@ -76,6 +76,7 @@ def varlen_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    two_way_window: int | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, with the signature that transformers calls.
@@ -95,6 +96,8 @@ def varlen_attention(
         cu_seq_lens_k: The same for keys.
         max_length_q: Longest document; None: read off the borders.
         max_length_k: The same for keys.
+        two_way_window: How many tokens one sees before it, and how many behind it, itself included both times; where
+            no order hides any.
         others: What models pass along and attention has no use for.
 
     Returns:
@@ -108,7 +111,8 @@ def varlen_attention(
         raise AttentionError(f"{ATTENTION_NAME} has no softcap", way_out="Set model.attn_implementation: eager.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    layer = _Layer(dropout, scaling, is_causal, sliding_window, s_aux)
+    two_way = two_way_window is not None and not is_causal
+    layer = _Layer(dropout, scaling, is_causal, two_way_window if two_way else sliding_window, s_aux, two_way)
     check_mask(attention_mask, packed=cu_seq_lens_q is not None)
     if cu_seq_lens_q is None:
         rows, tokens = len(query), query.shape[2]
@@ -225,6 +229,8 @@ class _Layer:
     causal: bool
     window: int | None
     sinks: torch.Tensor | None
+    two_way: bool = False
+    """The window is of tokens before and behind."""
 
     @outside_graphs
     def attend_documents(
@@ -259,17 +265,18 @@ class _Layer:
         if self.sinks is None and fits_npu(q_BHTD, v_BKSD):
             return attend_npu(q_BHTD, k_BKSD, v_BKSD, mask, **self._for_npu(q_BHTD) | {"causal": causal})
         window = keys if self.window is None else self.window
-        if causal and keys > window and pays_off(keys, window) and not self.dropout:
+        cuts = keys > window and mask is None and (causal or self.two_way)
+        if cuts and pays_off(keys, window) and not self.dropout:
             return self._attend_in_blocks(q_BHTD, k_BKSD, v_BKSD, window)
-        if causal and (keys > window or keys > tokens):
-            mask, causal = window_mask(tokens, keys, window, q_BHTD.device), False
+        if cuts or (causal and keys > tokens):
+            mask, causal = window_mask(tokens, keys, window, q_BHTD.device, two_way=self.two_way), False
         return self._attend(q_BHTD, k_BKSD, v_BKSD, mask, self.sinks, causal)
 
     @outside_graphs
     def _attend_in_blocks(
         self, q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, window: int
     ) -> torch.Tensor:
-        return attend_in_blocks(self._attend, q_BHTD, k_BKSD, v_BKSD, self.sinks, window)
+        return attend_in_blocks(self._attend, q_BHTD, k_BKSD, v_BKSD, self.sinks, window, two_way=self.two_way)
 
     def _attend(
         self,
@@ -298,14 +305,15 @@ class _Layer:
 
     def is_windowed(self, tokens: int, keys: int) -> bool:
         """Whether the window cuts a whole row short."""
-        return self.causal and self.window is not None and tokens == keys > self.window
+        return (self.causal or self.two_way) and self.window is not None and tokens == keys > self.window
 
     def _scale_of(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     def _for_npu(self, query: torch.Tensor) -> dict[str, Any]:
         scale = self._scale_of(query)
-        return {"causal": self.causal, "window": self.window, "scale": scale, "dropout": self.dropout}
+        dealt = {"causal": self.causal, "window": self.window, "two_way": self.two_way}
+        return dealt | {"scale": scale, "dropout": self.dropout}
 
     def fits_flash(self, q_1HTD: torch.Tensor, v_1KSD: torch.Tensor) -> bool:
         """Whether the flash kernel in force takes this call by the borders of its documents."""
@@ -335,6 +343,8 @@ class _Layer:
         window = (-1, -1)  # tokens before and behind that are seen; -1 is all of them
         if self.causal:
             window = (-1 if self.window is None else self.window - 1, 0)
+        elif self.two_way and self.window is not None:
+            window = (self.window - 1, self.window - 1)
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
         lengths = (cu_q, cu_k, max_q, max_k)
         if self.sinks is not None:

@@ -9,6 +9,7 @@ import torch
 
 from mindspeed_mm.fsdp.ops.attention_kernels import BY_NAME, NPU
 from mindspeed_mm.fsdp.ops.kernels_in_force import need_of
+from mindspeed_mm.fsdp.ops.windowed_attention import window_mask
 from mindspeed_mm.fsdp.utils.device import npu_operator
 
 KEY = "model.attn_implementation"
@@ -32,6 +33,7 @@ def attend_npu(
     *,
     causal: bool,
     window: int | None,
+    two_way: bool = False,
     scale: float,
     dropout: float,
 ) -> torch.Tensor:
@@ -44,12 +46,15 @@ def attend_npu(
         mask: (B or 1, 1, T, S) booleans, true where a query sees a key; None: by order.
         causal: Without a mask, a token sees only those before it.
         window: How many tokens a causal one sees, itself included.
+        two_way: Without an order, it sees as many on either side.
         scale: Factor on the scores.
         dropout: Probability.
     """
     operator = npu_operator("npu_fusion_attention", key=KEY)
     if mask is None and causal and window is not None and window < k_BKSD.shape[2]:
         mask, causal = _hidden(q_BHTD.shape[2], q_BHTD.device, window).logical_not()[None, None], False
+    elif mask is None and two_way and window is not None and window < k_BKSD.shape[2]:
+        mask = window_mask(q_BHTD.shape[2], k_BKSD.shape[2], window, q_BHTD.device, two_way=True)
     sparse, hidden = _BY_MASK, None if mask is None else mask.logical_not()
     if mask is None and causal:
         sparse, hidden = _CAUSAL, _hidden(_MASK_TOKENS, q_BHTD.device)
@@ -67,6 +72,7 @@ def attend_npu_documents(
     *,
     causal: bool,
     window: int | None,
+    two_way: bool = False,
     scale: float,
     dropout: float,
 ) -> torch.Tensor:
@@ -80,6 +86,7 @@ def attend_npu_documents(
         borders_k: The same for keys.
         causal: A token sees only those before it in its document.
         window: How many tokens a causal one sees, itself included.
+        two_way: Without an order, it sees as many on either side.
         scale: Factor on the scores.
         dropout: Probability.
     """
@@ -91,6 +98,9 @@ def attend_npu_documents(
         options["atten_mask"] = _hidden(_MASK_TOKENS, q_1HTD.device)
     if causal and window is not None:
         options |= {"sparse_mode": _BAND, "pre_tockens": window - 1}
+    elif two_way and window is not None:
+        options |= {"sparse_mode": _BAND, "pre_tockens": window - 1, "next_tockens": window - 1}
+        options["atten_mask"] = _hidden(_MASK_TOKENS, q_1HTD.device)
     ends = {"actual_seq_qlen": tuple(borders_q[1:]), "actual_seq_kvlen": tuple(borders_k[1:])}
     output: torch.Tensor = operator(*rows, q_1HTD.shape[1], "TND", **options, **ends)[0]
     return output.transpose(0, 1)[None]

@@ -1,4 +1,4 @@
-"""Causal attention with a sliding window, a block of queries at a time: exact, in time and memory of T · window.
+"""Attention with a sliding window, a block of queries at a time: exact, in time and memory of T · window.
 
 A kernel without a window of its own gets a mask, which has T² entries for the whole row. Here a block of queries meets
 the keys that it reaches, whatever the kernel; the backward pass computes each block again, so that nothing but queries,
@@ -33,6 +33,8 @@ def attend_in_blocks(
     v_BKSD: torch.Tensor,
     sinks_H: torch.Tensor | None,
     window: int,
+    *,
+    two_way: bool = False,
 ) -> torch.Tensor:
     """(B, H, T, Dv): a token sees itself and the `window - 1` before it. Queries are those of the last T of the S keys.
 
@@ -43,16 +45,37 @@ def attend_in_blocks(
         v_BKSD: Values.
         sinks_H: Logits that take part in the softmax; they get gradients.
         window: Tokens.
+        two_way: It sees as many behind it, too.
     """
-    output: torch.Tensor = _InBlocks.apply(attend, window, q_BHTD, k_BKSD, v_BKSD, sinks_H)
+    output: torch.Tensor = _InBlocks.apply(attend, _Window(window, two_way), q_BHTD, k_BKSD, v_BKSD, sinks_H)
     return output
 
 
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """(1, 1, queries, keys) bool: the last query stands at the last key, and sees it and the `window - 1` before it."""
+def window_mask(queries: int, keys: int, window: int, device: torch.device, *, two_way: bool = False) -> torch.Tensor:
+    """(1, 1, queries, keys) bool: the last query stands at the last key, and sees it and the `window - 1` before it;
+    with `two_way` every query sees as many behind it."""
     place = torch.arange(keys - queries, keys, device=device)
     distance = place[:, None] - torch.arange(keys, device=device)
-    return ((distance >= 0) & (distance < window))[None, None]
+    least = 1 - window if two_way else 0
+    return ((distance >= least) & (distance < window))[None, None]
+
+
+class _Window(NamedTuple):
+    """Of `length` tokens, itself included; those behind a token, too, where it is `two_way`."""
+
+    length: int
+    two_way: bool
+
+    @property
+    def behind(self) -> int:
+        return self.length - 1 if self.two_way else 0
+
+    def whole_mask(self, device: torch.device) -> torch.Tensor:
+        """Of a block that reaches as far as any."""
+        block, before = _block_length(self.length), self.length - 1
+        place = torch.arange(before, before + block, device=device)
+        distance = place[:, None] - torch.arange(before + block + self.behind, device=device)
+        return ((distance >= -self.behind) & (distance < self.length))[None, None]
 
 
 class _Reach(NamedTuple):
@@ -72,23 +95,23 @@ def _block_length(window: int) -> int:
     return min(max(window, SHORTEST_BLOCK), LONGEST_BLOCK)
 
 
-def _blocks(queries: int, keys: int, window: int) -> Iterator[_Reach]:
-    length, before = _block_length(window), keys - queries
+def _blocks(queries: int, keys: int, window: _Window) -> Iterator[_Reach]:
+    length, before = _block_length(window.length), keys - queries
     for first in range(0, queries, length):
         end = min(first + length, queries)
-        yield _Reach(first, end, max(0, before + first - window + 1), before + end)
+        first_key = max(0, before + first - window.length + 1)
+        yield _Reach(first, end, first_key, min(before + end + window.behind, keys))
 
 
 class _Masks:
     """Masks of the blocks, all cut from one. Not kept: they are cheaper than the memory."""
 
-    def __init__(self, window: int, device: torch.device) -> None:
-        length = _block_length(window)
-        self._whole, self._reach = window_mask(length, length + window - 1, window, device), window - 1
+    def __init__(self, window: _Window, before: int, device: torch.device) -> None:
+        self._whole, self._reach, self._before = window.whole_mask(device), window.length - 1, before
 
     def of(self, block: _Reach) -> torch.Tensor:
         queries, keys = block.end - block.first, block.end_key - block.first_key
-        skipped = self._reach + queries - keys
+        skipped = self._reach - (self._before + block.first - block.first_key)
         return self._whole[:, :, :queries, skipped : skipped + keys]
 
 
@@ -97,7 +120,7 @@ class _InBlocks(torch.autograd.Function):
     def forward(
         ctx: Any,
         attend: Attend,
-        window: int,
+        window: _Window,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -105,7 +128,7 @@ class _InBlocks(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.attend, ctx.window = attend, window
         ctx.save_for_backward(q, k, v, sinks)
-        output, masks = q.new_empty(*q.shape[:3], v.shape[3]), _Masks(window, q.device)
+        output, masks = q.new_empty(*q.shape[:3], v.shape[3]), _Masks(window, k.shape[2] - q.shape[2], q.device)
         for block in _blocks(q.shape[2], k.shape[2], window):
             output[:, :, block.first : block.end] = attend(*block.of(q, k, v), masks.of(block), sinks)
         return output
@@ -113,7 +136,7 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, sinks = ctx.saved_tensors
-        masks = _Masks(ctx.window, q.device)
+        masks = _Masks(ctx.window, k.shape[2] - q.shape[2], q.device)
         # Keys are seen from several blocks, whose gradients are summed in fp32 as a kernel would.
         wide = torch.promote_types(q.dtype, torch.float32)
         of_q = torch.empty_like(q, memory_format=torch.contiguous_format)

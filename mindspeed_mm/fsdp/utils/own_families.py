@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
@@ -21,6 +22,15 @@ def model_type_of(folder: Path) -> str | None:
     except ModelFolderError:
         return None
     return model_type if isinstance(model_type, str) else None
+
+
+def own_processor_of(folder: Path) -> Any:
+    """The class of the processor of a family that is written here and whose files name another's; None for others."""
+    for module in own_model_types().get(model_type_of(folder) or "", ()):
+        processor = getattr(importlib.import_module(module), "PROCESSOR", None)
+        if processor is not None:
+            return processor
+    return None
 
 
 def know_family_of(folder: Path) -> None:

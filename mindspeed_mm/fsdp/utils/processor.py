@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.cards import own_model_types, types_of_processors_
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
-from mindspeed_mm.fsdp.utils.own_families import know_family_of, model_type_of
+from mindspeed_mm.fsdp.utils.own_families import know_family_of, model_type_of, own_processor_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_cod
     know_family_of(folder)
     common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     own = {name: value for name, value in options.items() if value is not None}
-    reads = AutoProcessor if is_multimodal else AutoTokenizer
+    reads = (own_processor_of(folder) or AutoProcessor) if is_multimodal else AutoTokenizer
     processor = reads.from_pretrained(str(folder), **common, **own)
     if is_multimodal and not use_fast and hasattr(processor, "image_processor"):
         processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **common)

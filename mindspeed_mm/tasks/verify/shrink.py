@@ -70,6 +70,8 @@ _REPEATED_WIDTHS = ("caption_projection_dim", "cross_attention_dim")
 """Where transformers of generators repeat how wide their layers are."""
 _STREAM = "audio_"
 """What settings of a second stream begin with, beside those of the first (LTX-2)."""
+_WINDOWED = "swa_"
+"""What settings of layers with a window begin with, beside those of the others (MiMo-V2.5)."""
 _TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "llm_hidden_size", "lm_hidden_size", "output_dim", "hidden_size")
 """Where other sections repeat the width of the text."""
 _INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "ffn_hidden_size")
@@ -102,7 +104,9 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
             _cut_layers(part, key, fewest)
         _cut_experts(part, room.experts)
         if widths:
+            before = dict(part)
             _narrow(part, room.tensor)
+            _narrow_windowed(part, before)
             _narrow_stream(part, room.tensor)
     if text_width is not None:
         for part in _tables(small):
@@ -286,6 +290,14 @@ def _narrow_stream(part: Config, ranks: int) -> None:
     stream = {key.removeprefix(_STREAM): value for key, value in part.items() if key.startswith(_STREAM)}
     _narrow(stream, ranks)
     part |= {f"{_STREAM}{key}": value for key, value in stream.items()}
+
+
+def _narrow_windowed(part: Config, before: Mapping[str, Any]) -> None:
+    """Settings of layers with a window become smaller as those of the others did."""
+    for key in list(part):
+        other = key.removeprefix(_WINDOWED)
+        if other != key and _is_count(part[key]) and _is_count(before.get(other)):
+            part[key] = part[key] * part[other] // before[other]
 
 
 def _width_key(part: Config) -> str | None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from mindspeed_mm.fsdp.ops import windowed_attention
 from mindspeed_mm.fsdp.ops.attention import varlen_attention
 
-CAUSAL = SimpleNamespace(is_causal=True)
+CAUSAL, BOTH_WAYS = SimpleNamespace(is_causal=True), SimpleNamespace(is_causal=False)
 
 
 @pytest.fixture
@@ -58,6 +58,46 @@ def test_blocks_equal_the_formula(window: int, queries: int, keys: int, with_sin
     pairs = zip(torch.autograd.grad(expected, inputs, seed), torch.autograd.grad(found, inputs, seed), strict=True)
     for wanted, gradient in pairs:
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("tokens", "window"), [(40, 3), (41, 4), (33, 5), (9, 4), (4, 4), (3, 1)])
+def test_a_window_to_both_sides_equals_the_formula(tokens: int, window: int, with_sinks: bool) -> None:
+    """Packed documents, long ones by blocks, short ones by a mask."""
+    torch.manual_seed(window)
+    lengths = (tokens, 7)
+    q, k, v = (
+        torch.randn(1, heads, sum(lengths), width, dtype=torch.float64, requires_grad=True)
+        for heads, width in ((4, 6), (2, 6), (2, 5))
+    )
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
+    expected = []
+    for one_q, one_k, one_v in zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True):
+        one_k, one_v = (t.repeat_interleave(2, dim=1) for t in (one_k, one_v))
+        place = torch.arange(one_q.shape[2])
+        scores = one_q @ one_k.mT * 6**-0.5
+        scores = scores.masked_fill((place[:, None] - place).abs() >= window, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, len(place), 1)], dim=-1)
+        expected.append((scores.softmax(-1)[..., : len(place)] @ one_v).transpose(1, 2))
+    wanted = torch.cat(expected, dim=1)
+    borders = torch.tensor([0, tokens, tokens + 7], dtype=torch.int32)
+    found, _ = varlen_attention(
+        BOTH_WAYS,
+        q,
+        k,
+        v,
+        None,
+        two_way_window=window,
+        s_aux=sinks,
+        cu_seq_lens_q=borders,  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    inputs, seed = [each for each in (q, k, v, sinks) if each is not None], torch.randn_like(wanted)
+    pairs = zip(torch.autograd.grad(wanted, inputs, seed), torch.autograd.grad(found, inputs, seed), strict=True)
+    for expected_gradient, gradient in pairs:
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
 
 
 def _ancestors(tensor: torch.Tensor) -> list[Any]:

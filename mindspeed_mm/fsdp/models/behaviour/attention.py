@@ -75,7 +75,8 @@ def choose_attention(
 
     Args:
         requested: `model.attn_implementation`.
-        model_class: Says what it supports (`_supports_sdpa`, `_supports_flex_attn`); anything when None.
+        model_class: Says what it supports (`_supports_sdpa`, `_supports_flex_attn`); anything when None. One that
+            `needs_own_attention` gets ours for `sdpa`, which transformers lets do less.
         config: Of the model: widths of heads, dropout, capped scores.
         param_dtype: What the model computes in.
 
@@ -87,6 +88,8 @@ def choose_attention(
     asked, choice = _resolve(requested, need)
     if asked in (EAGER, "flex_attention", _FA2):
         return choice
+    if attribute_at(model_class, "needs_own_attention", False) and choice.name == "sdpa":
+        return choice._replace(name=ATTENTION_NAME)
     if not attribute_at(model_class, "_supports_sdpa", True):
         return AttentionChoice(EAGER, "the model takes nothing else")
     if choice.name == "flex_attention" and not attribute_at(model_class, "_supports_flex_attn", False):

@@ -8,7 +8,8 @@ Position i looks at positions up to i alone, so what a row ends with, which has 
 that has a label.
 
 The parameters bear the names that Qwen3-Next and Qwen3.5 folders have (`mtp.fc`, `mtp.layers.0…`). DeepSeek-V3 and
-GLM-4.5 keep the same as one more layer of the decoder; their keys are renamed both ways.
+GLM-4.5 keep the same as one more layer of the decoder; their keys are renamed both ways. A model whose heads are made
+otherwise has `further_token_heads(depths)`, and says in `further_token_layers` what kind of layers they are like.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class DecoderWatch:
         decoder = find_layered_decoder(model)
         self._kept: Pass | None = None
         decoder.layers[0].register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        decoder.layers[like_layer(decoder)].register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        decoder.layers[like_layer(model, decoder)].register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         decoder.norm.register_forward_hook(self._see_hidden)
 
     @contextmanager
@@ -141,9 +142,10 @@ def attach_multi_token(model: nn.Module, depths: int) -> None:
     decoder = find_layered_decoder(model)
     if head_of(model) is None:
         raise ConfigError(f"{type(model).__name__} has no output head", key=KEY, way_out="Set it to 0.")
-    layer, width = decoder.layers[like_layer(decoder)], decoder.config.hidden_size
+    layer, width = decoder.layers[like_layer(model, decoder)], decoder.config.hidden_size
+    own = attribute_at(model, "further_token_heads")
     with parameters_on_meta():
-        heads = MultiTokenHeads(layer, decoder.norm, width, depths)
+        heads = own(depths) if own is not None else MultiTokenHeads(layer, decoder.norm, width, depths)
     setattr(model, NAME, heads)
     facts_of(model).multi_token = DecoderWatch(model)
     may_lack = attribute_at(model, "_keys_to_ignore_on_load_missing", ())
@@ -198,14 +200,17 @@ def find_layered_decoder(model: nn.Module) -> LayeredDecoder:
     )
 
 
-def like_layer(decoder: LayeredDecoder) -> int:
-    """The decoder's last layer that sees the whole sequence: released heads are of that kind.
+def like_layer(model: nn.Module, decoder: LayeredDecoder) -> int:
+    """The decoder's last layer of the kind that released heads are of, which sees the whole sequence unless the model
+    says otherwise.
 
     Raises:
         ConfigError: There is none.
     """
     kinds = attribute_at(decoder.config, "layer_types") or ["full_attention"] * len(decoder.layers)
-    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-    if not full:
-        raise ConfigError("no layer of the decoder has full attention", key=KEY, way_out="Set it to 0 for this model.")
-    return full[-1]
+    wanted = attribute_at(model, "further_token_layers", "full_attention")
+    alike = [index for index, kind in enumerate(kinds) if kind == wanted]
+    if not alike:
+        said = wanted.replace("_", " ")
+        raise ConfigError(f"no layer of the decoder has {said}", key=KEY, way_out="Set it to 0 for this model.")
+    return alike[-1]

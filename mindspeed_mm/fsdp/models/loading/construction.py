@@ -166,7 +166,9 @@ def _construct_transformers(
 
     registered_here = options["attn_implementation"] == "mm_varlen"
     if registered_here:
-        options = options | {"attn_implementation": "sdpa"}  # a name of ours is known to a built model only
+        # A name of ours is known to a built model only.
+        by_library = "eager" if attribute_at(model_class, "needs_own_attention", False) else "sdpa"
+        options = options | {"attn_implementation": by_library}
     with parameters_on_meta(), no_init_weights():
         if model_args.model_id is None:
             with _explained(model_args):

@@ -64,11 +64,12 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
 
 
 def _by_grids(batch: Batch, config: object, patch: int) -> dict[str, list[int]]:
-    """Qwen-VL, GLM-V, Kimi: attention stays in a frame, or in a window of it."""
+    """Qwen-VL, GLM-V, Kimi: attention stays in a frame, or in a window of it. MiMo-V2.5's patches see so many on either
+    side of them: about as much work as in windows of as many that stand beside each other."""
     merge = side_of(config, "spatial_merge_size", "merge_kernel_size") or 1
     window_pixels = setting_of(config, int, "window_size")
-    side = 0
-    if window_pixels and hasattr(config, "fullatt_block_indexes"):
+    side, reach = 0, setting_of(config, int, "visual_token_window_size") or 0
+    if window_pixels and not reach and hasattr(config, "fullatt_block_indexes"):
         side = window_pixels // merge // patch
     frames: list[int] = []
     windows: list[int] = []
@@ -79,7 +80,9 @@ def _by_grids(batch: Batch, config: object, patch: int) -> dict[str, list[int]]:
         for time, height, width in batch[name].tolist():
             frames += [height * width] * time
             tokens += time * height * width // merge**2
-            if side:
+            if reach > 0:
+                windows += _cut(height * width, 2 * reach + 1) * time
+            elif side:
                 windows += [*windows_of(height // merge, width // merge, side, merge)] * time
     return {units.CUTS: frames, units.PATCHES: frames, units.WINDOWS: windows, units.MEDIA: [tokens]}
 

@@ -126,7 +126,10 @@ def placeholders_of(processor: object) -> dict[str, Placeholder]:
         token = setting_of(processor, object, f"{kind}_token")
         if token is not None:
             text = str(token)
-            found[kind] = Placeholder(int(tokenizer_of(processor).convert_tokens_to_ids(text)), text)
+            number = tokenizer_of(processor).convert_tokens_to_ids(text)
+            if number is None:  # several tokens: the processor says which of them counts
+                number = setting_of(processor, int, f"{kind}_token_id")
+            found[kind] = Placeholder(int(number), text)
     return found
 
 

@@ -422,7 +422,10 @@ class ProcessorPlugin:
                 key=f"{_KEY}.audio_sampling_rate",
                 way_out=f"Leave it out, or set it to {takes}.",
             )
-        if self.hears_videos and not {"video", "audio"} <= self.placeholders.keys():
+        hears_both = {"video", "audio"} <= self.placeholders.keys()
+        if setting_of(self._processor, bool, "takes_sound_of_videos") is False:
+            hears_both = False
+        if self.hears_videos and not hears_both:
             raise ConfigError(
                 f"{type(self._processor).__name__} does not take the sound of videos",
                 key=f"{_KEY}.use_audio_in_video",
