@@ -34,6 +34,7 @@ from tests.helpers.tiny_funasr import build_processor
 from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_media import write_video
+from tests.helpers.tiny_ming import make_tiny_ming
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_run import STEADY
@@ -546,6 +547,7 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
+    "ming": WrittenRow(make_tiny_ming, "Qwen2_5_VLTextModel", ("image", "audio")),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),

@@ -1,5 +1,5 @@
-"""A tiny folder of Ming-Lite-Omni, of version 1.5 or of the preview, written as the released ones are, by hand and without
-the code under test."""
+"""A tiny folder of Ming-Lite-Omni, of version 1.5 or of the preview, written as the released ones are, by hand and
+without the code under test."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def make_tiny_ming(folder: Path, layers: int = LAYERS, *, preview: bool = False)
     hears: dict[str, object] = {"norm_query_embeds": True, "ds_kernel_size": 3, "ds_stride": 2}
     hears |= {"whisper_encoder_config": whisper}
     if preview:
-        hears = {"audio_encoder_config_sanm": sanm, "ds_kernel_size": 1, "ds_stride": 1}
+        hears = {"audio_encoder_config_sanm": sanm, "audio_encoder_output_size": HEARD}
+        hears |= {"ds_kernel_size": 1, "ds_stride": 1}
     config = {
         "architectures": ["BailingMMNativeForConditionalGeneration"], "model_type": "bailingmm", "mlp_depth": 2,
         "llm_config": language, "vision_config": vision, "audio_config": hears, "torch_dtype": "float32",
@@ -116,7 +117,10 @@ def released_shapes(vocabulary: int, layers: int, *, preview: bool = False) -> d
     linear("vision.merger.mlp.2", OUT, 4 * WIDTH)
     linear("linear_proj.0", HIDDEN, OUT)
     linear("linear_proj.2", HIDDEN, HIDDEN)
-    shapes |= {"linear_proj_audio.0.weight": (HIDDEN, HEARD, 1 if preview else 3), "linear_proj_audio.0.bias": (HIDDEN,)}
+    shapes |= {
+        "linear_proj_audio.0.weight": (HIDDEN, HEARD, 1 if preview else 3),
+        "linear_proj_audio.0.bias": (HIDDEN,),
+    }
     linear("linear_proj_audio.3", HIDDEN, HIDDEN)
     if preview:
         for layer, width in (("encoders0.0", MELS * JOINED), ("encoders.0", HEARD), ("encoders.1", HEARD)):

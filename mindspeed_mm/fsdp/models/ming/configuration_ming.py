@@ -99,8 +99,9 @@ class BailingMoeConfig(PreTrainedConfig):
             if rope_scaling.get("type") != "3D":
                 raise ValueError(f"llm_config.rope_scaling.type is {rope_scaling.get('type')!r}; known is '3D'")
             sections = MEDIA_SECTIONS
-            if 2 * sum(sections) != self.head_dim:
-                raise ValueError(f"llm_config.head_dim is {self.head_dim}; a rope_scaling of 3D needs {2 * sum(sections)}")
+            needed = 2 * sum(sections)
+            if needed != self.head_dim:
+                raise ValueError(f"llm_config.head_dim is {self.head_dim}; a rope_scaling of 3D needs {needed}")
         self.rope_theta = rope_theta
         self.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta, "mrope_section": sections}
         kwargs.setdefault("tie_word_embeddings", False)
@@ -181,6 +182,7 @@ class BailingMMConfig(PreTrainedConfig):
     """
 
     model_type = "bailingmm"
+    projects_towers = True
     attribute_map: ClassVar[dict[str, str]] = {"text_config": "llm_config"}
     sub_configs: ClassVar[dict[str, Any]] = {
         "llm_config": BailingMoeConfig,

@@ -1,5 +1,5 @@
-"""The language model of Ming-Lite-Omni: Ling's layers (arXiv:2503.05139), whose router is another for tokens of text, of
-pictures and videos, and of sounds (arXiv:2506.09344). Experts, norms and attention are transformers'.
+"""The language model of Ming-Lite-Omni: Ling's layers (arXiv:2503.05139), whose router is another for tokens of text,
+of pictures and videos, and of sounds (arXiv:2506.09344). Experts, norms and attention are transformers'.
 
 Shapes: B rows of L tokens, T = B · L; H features, E experts, K of them for a token.
 """
@@ -102,7 +102,7 @@ class BailingMoeDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: BailingMoeConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Qwen2MoeAttention(config, layer), BailingMoeBlock(config)
+        self.attention, self.mlp = Qwen2MoeAttention(config, layer), BailingMoeBlock(config)
         self.input_layernorm = Qwen2MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen2MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -116,7 +116,7 @@ class BailingMoeDecoderLayer(GradientCheckpointingLayer):
             mm_token_type_ids: (B, L) what each token stands for; None: all are text.
             kwargs: For the attention.
         """
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        attended, _ = self.attention(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden), mm_token_type_ids)
 

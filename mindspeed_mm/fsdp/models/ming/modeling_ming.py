@@ -1,5 +1,5 @@
-"""Ming-Lite-Omni (arXiv:2506.09344): pictures and videos through Qwen2.5-VL's tower, sounds through Whisper's encoder or
-SAN-M, into a mixture of experts whose routers differ by what a token stands for.
+"""Ming-Lite-Omni (arXiv:2506.09344): pictures and videos through Qwen2.5-VL's tower, sounds through Whisper's encoder
+or SAN-M, into a mixture of experts whose routers differ by what a token stands for.
 
 What a tower makes is brought to length 1 before it takes the places of its tokens. The model that speaks, and the one
 that draws, are not built: a released folder's weights of them are left as they are. Shapes: B rows of L tokens, H
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError
@@ -190,7 +190,7 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Positions (4, B, L) of a prompt: by tokens, then by time, height and width. What follows goes on from them."""
+        """Positions (4, B, L) of a prompt: by tokens, then by time, height and width. What follows goes on."""
         by_tokens: torch.Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         cache = model_kwargs.get("past_key_values")
         past = 0 if cache is None else cache.get_seq_length()
@@ -330,39 +330,50 @@ def tell_transformers() -> None:
     AutoImageProcessor.register(BailingMMConfig, fast_image_processor_class=BailingMMImageProcessor, exist_ok=True)
     AutoProcessor.register(BailingMMConfig, BailingMMProcessor, exist_ok=True)
     rules: list[Any] = [WeightRenaming(released, own) for released, own in _NAMES.items()]
+    of_sanm: list[Any] = [WeightRenaming(released, own) for released, own in _NAMES_OF_SANM.items()]
     for kind in ("weight", "bias"):
-        own = [f".self_attn.{name}_proj.{kind}" for name in "qkv"]
+        own = [f".attention.{name}_proj.{kind}" for name in "qkv"]
         rules.append(WeightConverter(f".attention.query_key_value.{kind}", own, operations=[Split(dim=0)]))
-        rules.append(WeightConverter(f".self_attn.linear_q_k_v.{kind}", own, operations=[Chunk(dim=0)]))
+        own = [f".self_attn.{name}_proj.{kind}" for name in "qkv"]
+        of_sanm.append(WeightConverter(f".self_attn.linear_q_k_v.{kind}", own, operations=[Chunk(dim=0)]))
     gate_up = [f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up")]
     joined = [MergeModulelist(dim=0), Concatenate(dim=1)]
     rules.append(WeightConverter(gate_up, "mlp.experts.gate_up_proj", operations=joined))
     stacked = [MergeModulelist(dim=0)]
     rules.append(WeightConverter("mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", operations=stacked))
+    of_whisper = [WeightRenaming(released, own) for released, own in _NAMES_OF_WHISPER.items()]
     register_checkpoint_conversion_mapping(BailingMMConfig.model_type, rules, overwrite=True)
+    register_checkpoint_conversion_mapping(MingWhisper.__name__, of_whisper, overwrite=True)
+    register_checkpoint_conversion_mapping(MingSanm.__name__, of_sanm, overwrite=True)
 
 
-_BLOCK, _LAYER = r"^audio\.blocks\.(\d+)\.", r"^audio\.(encoders0?\.\d+)\."
 _NAMES = {
-    r"^model\.model\.word_embeddings\.": "language_model.embed_tokens.",
     r"^model\.model\.": "language_model.",
+    r"^language_model\.word_embeddings\.": "language_model.embed_tokens.",
     r"^model\.lm_head\.": "lm_head.",
-    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.dense\.": ".attention.o_proj.",
     r"\.mlp\.image_gate\.weight": ".mlp.gate.image_weight",
     r"\.mlp\.audio_gate\.weight": ".mlp.gate.audio_weight",
-    rf"{_BLOCK}attn\.query\.": r"audio.blocks.\1.self_attn.q_proj.",
-    rf"{_BLOCK}attn\.key\.": r"audio.blocks.\1.self_attn.k_proj.",
-    rf"{_BLOCK}attn\.value\.": r"audio.blocks.\1.self_attn.v_proj.",
-    rf"{_BLOCK}attn\.out\.": r"audio.blocks.\1.self_attn.out_proj.",
-    rf"{_BLOCK}attn_ln\.": r"audio.blocks.\1.self_attn_layer_norm.",
-    rf"{_BLOCK}mlp\.0\.": r"audio.blocks.\1.fc1.",
-    rf"{_BLOCK}mlp\.2\.": r"audio.blocks.\1.fc2.",
-    rf"{_BLOCK}mlp_ln\.": r"audio.blocks.\1.final_layer_norm.",
-    rf"{_LAYER}self_attn\.linear_out\.": r"audio.\1.self_attn.o_proj.",
-    rf"{_LAYER}self_attn\.fsmn_block\.": r"audio.\1.self_attn.fsmn.conv.",
-    rf"{_LAYER}feed_forward\.w_1\.": r"audio.\1.mlp.fc1.",
-    rf"{_LAYER}feed_forward\.w_2\.": r"audio.\1.mlp.fc2.",
-    rf"{_LAYER}norm1\.": r"audio.\1.input_layernorm.",
-    rf"{_LAYER}norm2\.": r"audio.\1.post_attention_layernorm.",
 }
-"""Released name → name here. Those of version 1.5's encoder of sounds are openai-whisper's, the preview's FunASR's."""
+"""Released name → name here."""
+_BLOCK, _LAYER = r"blocks\.(\d+)\.", r"(encoders0?\.\d+)\."
+_NAMES_OF_WHISPER = {
+    rf"{_BLOCK}attn\.query\.": r"blocks.\1.self_attn.q_proj.",
+    rf"{_BLOCK}attn\.key\.": r"blocks.\1.self_attn.k_proj.",
+    rf"{_BLOCK}attn\.value\.": r"blocks.\1.self_attn.v_proj.",
+    rf"{_BLOCK}attn\.out\.": r"blocks.\1.self_attn.out_proj.",
+    rf"{_BLOCK}attn_ln\.": r"blocks.\1.self_attn_layer_norm.",
+    rf"{_BLOCK}mlp\.0\.": r"blocks.\1.fc1.",
+    rf"{_BLOCK}mlp\.2\.": r"blocks.\1.fc2.",
+    rf"{_BLOCK}mlp_ln\.": r"blocks.\1.final_layer_norm.",
+}
+"""The same of version 1.5's encoder of sounds, which is named as openai-whisper's."""
+_NAMES_OF_SANM = {
+    rf"{_LAYER}self_attn\.linear_out\.": r"\1.self_attn.o_proj.",
+    rf"{_LAYER}self_attn\.fsmn_block\.": r"\1.self_attn.fsmn.conv.",
+    rf"{_LAYER}feed_forward\.w_1\.": r"\1.mlp.fc1.",
+    rf"{_LAYER}feed_forward\.w_2\.": r"\1.mlp.fc2.",
+    rf"{_LAYER}norm1\.": r"\1.input_layernorm.",
+    rf"{_LAYER}norm2\.": r"\1.post_attention_layernorm.",
+}
+"""The same of the preview's, which is named as FunASR's."""

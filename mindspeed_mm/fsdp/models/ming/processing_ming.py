@@ -1,5 +1,5 @@
-"""The processor of Ming-Lite-Omni: pictures and videos as Qwen2-VL cuts them, sounds as log-mel spectra of Whisper or of
-FunASR, and the tokens that stand for them between marks. It reads the released preprocessor_config.json."""
+"""The processor of Ming-Lite-Omni: pictures and videos as Qwen2-VL cuts them, sounds as log-mel spectra of Whisper or
+of FunASR, and the tokens that stand for them between marks. It reads the released preprocessor_config.json."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
         kwargs: What every feature extractor has.
     """
 
-    model_input_names = ["input_features", "input_features_mask"]  # noqa: RUF012  (transformers' form)
+    model_input_names = ["input_features", "input_features_mask"]
 
     def __init__(
         self,
@@ -189,7 +189,8 @@ class BailingMMProcessor(ProcessorMixin):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
         own = setting if isinstance(setting := tokenizer.chat_template, str) else None
         seen = BailingMMImageProcessor(**of_both, **limits)
-        return cls(seen, Qwen2VLVideoProcessor(**of_both, **of_frames), hears, tokenizer, chat_template=own)
+        videos = Qwen2VLVideoProcessor(**of_both, **of_frames, cap_pixels_per_frame=False)
+        return cls(seen, videos, hears, tokenizer, chat_template=own)
 
     @property
     @override
@@ -216,8 +217,8 @@ class BailingMMProcessor(ProcessorMixin):
         return f"<{kind}>{_PATCHES[kind] * tokens}</{kind}>\n"
 
     def create_mm_token_type_ids(self, input_ids: Sequence[Any]) -> list[list[int]]:
-        """1 for each token of a picture, 2 of a video, 3 of a sound, 0 for all others. Pictures and videos have the same
-        token: the mark in front says which it is."""
+        """1 for each token of a picture, 2 of a video, 3 of a sound, 0 for all others. Pictures and videos have the
+        same token: the mark in front says which it is."""
         patch, heard = (self.tokenizer.convert_tokens_to_ids(_PATCHES[kind]) for kind in ("image", "audio"))
         found = []
         for row in input_ids:
