@@ -47,6 +47,7 @@ ON_SMALL_FOLDERS = {
     "step3_vl/step3_vl_198B": "step3_vl",
     "step3_vl/step3_vl_10b": "step3_vl_10b",
     "minimax_m3_vl/": "minimax_m3_vl",
+    "ming/": "ming",
 }
 """Beginning of an example's name → row of its family."""
 PACKED_TOKENS = 512

@@ -481,7 +481,6 @@ PLANNED = {
     "kimi_k3": "Kimi-K3, pictures and text",
     "longcat_next": "LongCat-Next, pictures, sound and text",
     "mimo_v2_5": "MiMo-V2.5, pictures, videos, sound and text",
-    "ming": "Ming, pictures, videos, sound and text",
     "moss_tts_delay": "MOSS-TTS, text to speech tokens",
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
