@@ -28,13 +28,15 @@ from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
-_ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
+_ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe", ".mvn"}
 _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOUND_FILES}
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
 _ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
 """The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
+_FOLDERS_BESIDE = {"bailingmm": {"connector", "mlp", "scheduler", "talker", "transformer"}}
+"""Model type → folders of further models that lie in a released one: Ming-Lite-Omni's, which speak and draw."""
 
 
 @dataclass(frozen=True)
@@ -261,10 +263,10 @@ def asset_files(source: Path) -> dict[str, Path]:
     Raises:
         ModelFolderError: There is no config.json, or something leads out of the folder; see `check_links`.
     """
-    model_config(source)
+    beside = _FOLDERS_BESIDE.get(str(model_config(source).get("model_type")), set())
     assets: dict[str, Path] = {}
     for path in sorted(source.iterdir()):
-        if not _is_asset(path):
+        if not _is_asset(path) and not (path.is_dir() and path.name in beside):
             continue
         if path.is_dir():
             check_links(path, deep=True)

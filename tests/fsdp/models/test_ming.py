@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
@@ -20,6 +21,7 @@ from tests.helpers import ming_by_hand as by_hand
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64
 from tests.helpers.recorded_sizes import billions, model_of_record
+from tests.helpers.runs import differing, mm, tensors, train
 from tests.helpers.tiny_ming import HIDDEN, LAYERS, make_tiny_ming
 from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.written_families import loaded, random_pictures
@@ -187,6 +189,49 @@ def test_a_sound_is_heard_as_if_alone(kind: str, root: str) -> None:
         assert (together - torch.cat(alone)).abs().max() < 1e-12
         with pytest.raises(DataError, match="frames of a sound have"):
             model.get_audio_features(features[..., :-1], mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_equal_a_loop_without_a_cache(kind: str, root: str) -> None:
+    """Behind two pictures and two sounds, whose positions are not those of tokens; what is written is text."""
+    folder, stored = released(root, kind)
+    model, (_, batch) = loaded(folder), batch_of(folder)
+    w = {name: tensor.double() for name, tensor in stored.items()}
+    with torch.no_grad(), keeping_double():
+        made = model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        seen = dict(batch)
+        for _ in range(4):
+            word = expected_of(w, seen, kind)[-1].argmax().view(1, 1)
+            seen["input_ids"] = torch.cat([seen["input_ids"], word], dim=1)
+            seen["mm_token_type_ids"] = torch.cat([seen["mm_token_type_ids"], torch.zeros_like(word)], dim=1)
+    assert made.tolist() == seen["input_ids"].tolist()
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_bit_and_is_exported_as_released(tmp_path: Path) -> None:
+    """The towers are frozen; what speaks lies in the exported folder as it was released."""
+    stored = make_tiny_ming(tmp_path / "model")
+    (tmp_path / "model" / "talker").mkdir()
+    (tmp_path / "model" / "talker" / "model.safetensors").write_bytes(b"as it was")
+    run = make_tiny_run(tmp_path, training={"train_iters": 2, "save_interval": 1})
+    words = ["model.freeze=[vision, audio, linear_proj, linear_proj_audio]"]
+    train(run, tmp_path / "whole", *words)
+    train(run, tmp_path / "broken", *words, "training.train_iters=1")
+    train(run, tmp_path / "broken", *words)
+    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "broken")) == []
+    said = mm("export", tmp_path / "broken", tmp_path / "hf")
+    assert said.code == 0, said.err
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: each.shape for name, each in written.items()} == {name: each.shape for name, each in stored.items()}
+    changed = {name for name in stored if not torch.equal(stored[name], written[name])}
+    assert changed and all(name.startswith("model.") for name in changed)
+    layer = "model.model.layers.0.mlp"
+    assert {f"{layer}.image_gate.weight", f"{layer}.experts.3.up_proj.weight"} <= changed
+    assert f"{layer}.audio_gate.weight" not in changed  # no row has a sound
+    assert (tmp_path / "hf" / "talker" / "model.safetensors").read_bytes() == b"as it was"
+    assert (tmp_path / "hf" / "am.mvn").is_file() and (tmp_path / "hf" / "preprocessor_config.json").is_file()
+    with torch.no_grad():
+        assert loaded(tmp_path / "hf")(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -246,6 +246,8 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
             logits_to_keep: How many of the last tokens have logits, or which; 0: all.
             kwargs: For the language model.
         """
+        if inputs_embeds is None:  # first: ranks that lack a medium run its tower behind all others
+            inputs_embeds = self.get_input_embeddings()(input_ids)
         media: dict[int, torch.Tensor] = {}
         if pixel_values is not None:
             assert image_grid_thw is not None
@@ -256,8 +258,6 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
         if input_features is not None:
             assert input_features_mask is not None
             media[AUDIO] = self.get_audio_features(input_features, input_features_mask)
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
         kinds = mm_token_type_ids
         if kinds is not None and kinds.shape[1] != inputs_embeds.shape[1]:  # a prompt's, while answers are written
             kinds = kinds[:, -inputs_embeds.shape[1] :]
