@@ -78,7 +78,6 @@ KEPT_APART = {
         "fsdp.models.deepseek_ocr.processing_deepseek_ocr",
         "fsdp.models.internvl_chat.processing_internvl_chat",
         "fsdp.models.kimi_vl.processing_kimi_vl",
-        "fsdp.models.ming.processing_ming",
         "fsdp.models.step3_vl_10b.processing_step3_vl_10b",
     ),
     "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
@@ -88,8 +87,6 @@ KEPT_APART = {
         "fsdp.loss.drawn_pictures",
         "fsdp.models.behaviour.segmented_mixer",
         "fsdp.models.ltx2.mel_spectrum",
-        "fsdp.models.ming.hearing_ming",
-        "fsdp.models.ming.language_ming",
         "fsdp.ops.context_attention.ring",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.cosyvoice3.talking",

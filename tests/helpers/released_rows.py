@@ -547,7 +547,7 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
-    "ming": WrittenRow(make_tiny_ming, "Qwen2_5_VLTextModel", ("image", "audio")),
+    "ming": WrittenRow(make_tiny_ming, "FunAsrNanoConfig", ("image", "audio")),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),

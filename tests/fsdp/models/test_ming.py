@@ -28,16 +28,11 @@ from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
-KINDS = [
-    "1.5",
-    pytest.param(
-        "preview",
-        marks=pytest.mark.skipif(
-            not hasattr(transformers, "FunAsrNanoConfig"),
-            reason=f"transformers {transformers.__version__} lacks the blocks of its encoder",
-        ),
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers, "FunAsrNanoConfig"),
+    reason=f"transformers {transformers.__version__} lacks what it is built on",
+)
+KINDS = ("1.5", "preview")
 SIZES = [(32, 24), (16, 40)]
 """Of the pictures: the windows of the tower do not divide them."""
 TEXT = "<role>HUMAN</role><image>Which of <audio>both?<image><role>ASSISTANT</role>The <audio>second."

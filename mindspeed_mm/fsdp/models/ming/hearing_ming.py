@@ -15,16 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
+from transformers.models.fun_asr_nano.modeling_fun_asr_nano import FunAsrNanoEncoderLayer
 from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.models.ming.configuration_ming import BailingAudioConfig
-
-try:
-    from transformers.models.fun_asr_nano.modeling_fun_asr_nano import FunAsrNanoEncoderLayer
-except ImportError:  # transformers before 5.23, which hears with Whisper's encoder only
-    FunAsrNanoEncoderLayer = None  # type: ignore[assignment,misc]
 
 _SLOWEST = 10000.0
 
@@ -98,14 +94,9 @@ class MingSanm(_Encoder):
 
     Args:
         config: Of the encoder.
-
-    Raises:
-        ImportError: The installed transformers has no such blocks.
     """
 
     def __init__(self, config: BailingAudioConfig) -> None:
-        if FunAsrNanoEncoderLayer is None:
-            raise ImportError("FunAsrNanoEncoderLayer")
         super().__init__(config)
         block: Any = FunAsrNanoEncoderLayer
         self.encoders0 = nn.ModuleList([block(config, hidden_size=config.features)])

@@ -15,12 +15,12 @@ from transformers import Qwen2_5_VLTextModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen2_moe.modeling_qwen2_moe import (
+    OutputRecorder,
     Qwen2MoeAttention,
     Qwen2MoeExperts,
     Qwen2MoeMLP,
     Qwen2MoeRMSNorm,
 )
-from transformers.utils.output_capturing import OutputRecorder
 from typing_extensions import override
 
 from mindspeed_mm.fsdp.models.ming.configuration_ming import BailingMoeConfig
@@ -30,7 +30,8 @@ IMAGE, VIDEO, AUDIO = 1, 2, 3
 
 
 class ModalityRouter(nn.Module):
-    """Chooses experts, by weights of the kind of each token.
+    """Chooses experts, by weights of the kind of each token. The preview's published code takes the pictures' weights
+    for words between two pictures, too; here, as in version 1.5, each token goes by its own.
 
     Args:
         config: Of the language model. Without `multi_gate` all tokens are text.
