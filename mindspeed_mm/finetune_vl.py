@@ -1,4 +1,5 @@
-"""Trains Ming-Lite-Omni, or another vision-language model, by flags alone: `pretrain_transformers` under the name that scripts have.
+"""Trains Ming-Lite-Omni, or another vision-language model, by flags alone: `pretrain_transformers` under the name that
+scripts have.
 
 `torchrun $DISTRIBUTED_ARGS finetune_vl.py --load FOLDER --data-path ROWS …`.
 """
