@@ -182,6 +182,10 @@ def test_a_sound_is_heard_as_if_alone(kind: str, root: str) -> None:
         for own, is_there in zip(features, mask.bool(), strict=True):
             alone.append(model.get_audio_features(own[is_there][None], mask.new_ones(1, int(is_there.sum()))))
         assert (together - torch.cat(alone)).abs().max() < 1e-12
+        # Planted: a sound that is one frame too long, which is the zeros that fill it up.
+        longer = mask[1:].clone()
+        longer[0, int(mask[1].sum())] = 1
+        assert (model.get_audio_features(features[1:], longer)[: len(alone[1])] - alone[1]).abs().max() > 1e-6
         with pytest.raises(DataError, match="frames of a sound have"):
             model.get_audio_features(features[..., :-1], mask)
 
