@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
-_ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
+_ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe", ".mvn"}
 _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOUND_FILES}
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
@@ -43,6 +43,8 @@ _OF_PROCESSOR = (
 _ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
 """The second: what makes codes of the sound that MiMo-V2.5 hears, with its weights; the third: the codec of Qwen3-TTS;
 the fourth: the frozen autoencoder of a model that draws."""
+_FOLDERS_BESIDE = {"bailingmm": {"connector", "mlp", "scheduler", "talker", "transformer"}}
+"""Model type → folders of further models that lie in a released one: Ming-Lite-Omni's, which speak and draw."""
 
 
 @dataclass(frozen=True)
@@ -293,10 +295,10 @@ def asset_files(source: Path) -> dict[str, Path]:
     Raises:
         ModelFolderError: There is no config.json, or something leads out of the folder; see `check_links`.
     """
-    model_config(source)
+    beside = _FOLDERS_BESIDE.get(str(model_config(source).get("model_type")), set())
     assets: dict[str, Path] = {}
     for path in sorted(source.iterdir()):
-        if not _is_asset(path):
+        if not _is_asset(path) and not (path.is_dir() and path.name in beside):
             continue
         if path.is_dir():
             check_links(path, deep=True)

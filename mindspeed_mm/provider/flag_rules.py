@@ -66,6 +66,26 @@ _WEIGHTINGS = {
 _FORMATS = ("torch", "torch_dcp", "torch_dist")
 
 
+_NOT_OF_LANGUAGE = ["vision", "audio", "linear_proj", "linear_proj_audio"]
+"""Modules of Ming-Lite-Omni that its script does not train."""
+
+
+def script_of_one_model(reading: Reading) -> None:
+    """What `finetune_ocr.py` and `finetune_vl.py` do without a flag: they have loops of their own, not Megatron's."""
+    if not reading.has("warmup_ratio"):
+        return
+    draft = reading.draft
+    draft.fill("parallel.fsdp_plan.param_dtype", "bf16", "scripts with --warmup-ratio compute in bf16")
+    draft.fill("parallel.fsdp_plan.reduce_dtype", "fp32", "scripts with --warmup-ratio sum gradients in fp32")
+    if not reading.has("lr_decay_style"):
+        draft.fill("training.lr_decay_style", "cosine", "what scripts with --warmup-ratio do")
+    draft.fill("training.log_interval", 1, "what scripts with --warmup-ratio do")
+    if reading.has("processor_path"):
+        words = "finetune_vl.py of Ming"
+        draft.fill("model.freeze", _NOT_OF_LANGUAGE, f"{words} trains the language model alone")
+        draft.fill(f"{_DATA}.basic_parameters.train_on_prompt", True, f"{words} trains on questions, too")
+
+
 def warm_up(reading: Reading) -> None:
     """The share of the steps in which the learning rate rises."""
     names = ("lr_warmup_iters", "lr_warmup_fraction", "warmup_ratio", "lr_warmup_steps")

@@ -164,7 +164,7 @@ def sharding(reading: Reading) -> None:
     elif reading.value("use_distributed_optimizer"):
         place = reading.place("use_distributed_optimizer")
         reading.draft.put("parallel.fsdp_plan.reshard_after_forward", False, place)
-    else:
+    elif not reading.has("warmup_ratio"):  # scripts of one model, which have it, shard everything
         # Every rank keeps all weights. A sharding group holds the ranks of a sequence, and those of the experts.
         size = math.lcm(reading.context, reading.size("expert_parallel_size"))
         words = "no --use-distributed-optimizer, --use-torch-fsdp2 or --layerzero"

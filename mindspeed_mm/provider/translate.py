@@ -24,6 +24,7 @@ from mindspeed_mm.provider.preference_rules import preferences
 from mindspeed_mm.provider.reading import FROM_FLAGS, Reading
 
 RULES: tuple[Callable[[Reading], None], ...] = (
+    flag_rules.script_of_one_model,
     size_rules.ranks,
     size_rules.context_sizes,
     size_rules.accumulation,

@@ -86,6 +86,7 @@ FAMILIES = {
     "deepseekvl2": Family("deepseek-vl2-base", 16, make_tiny_deepseek_vl2),
     "deepseekocr": Family("deepseek-ocr", 8, make_tiny_deepseek_ocr),
     "deepseekocr2": Family("", 8, ROWS["deepseek_ocr2"].write),
+    "ming": Family("ming-lite-omni-1.5", 8, ROWS["ming"].write, ROWS["ming"].kinds),
     "qwen2.5omni": _row("qwen2_5omni", 8),
     "qwen3omni": _row("qwen3omni", 16),
     "whisper": _row("whisper", 8),

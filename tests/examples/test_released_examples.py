@@ -48,6 +48,7 @@ ON_SMALL_FOLDERS = {
     "step3_vl/step3_vl_10b": "step3_vl_10b",
     "minimax_m3_vl/": "minimax_m3_vl",
     "mimov2_5/": "mimov2_5",
+    "ming/": "ming",
 }
 """Beginning of an example's name → row of its family."""
 PACKED_TOKENS = 512

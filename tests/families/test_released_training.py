@@ -32,7 +32,7 @@ DEFAULT = ("qwen3vl", "qwen3_moe", "llava")
 """Of the default run; the others are slow ones."""
 ALONE = ("llava", "chameleon")
 """Of the default run where one rank of two has a picture."""
-WITH_CLIPS = ("qwen2_5vl", "qwen3vl", "qwen3omni", "internvl", "llava_onevision", "gemma4", "minimax_m3_vl")
+WITH_CLIPS = ("qwen2_5vl", "qwen3vl", "qwen3omni", "ming", "internvl", "llava_onevision", "gemma4", "minimax_m3_vl")
 HEARING = ("whisper", "funasr")
 """They have nothing to say without a sound."""
 LR = 1e-3

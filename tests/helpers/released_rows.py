@@ -35,6 +35,7 @@ from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_mimov2_5 import make_tiny_mimov2_5
+from tests.helpers.tiny_ming import make_tiny_ming
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_run import STEADY
@@ -556,6 +557,7 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
+    "ming": WrittenRow(make_tiny_ming, "FunAsrNanoConfig", ("image", "audio")),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "mimov2_5": WrittenRow(
         make_tiny_mimov2_5, "MiMoV2FlashConfig", kinds=("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000

@@ -28,6 +28,7 @@ LAUNCHES = (
     "features.sh",
     "drawing.sh",
     "one_model.sh",
+    "language_alone.sh",
     "older.sh",
     "pairs.sh",
     "media_pairs.sh",

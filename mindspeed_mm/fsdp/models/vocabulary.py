@@ -118,6 +118,8 @@ def _check_sizes(
 
 def _check_widths(config: PreTrainedConfig | None) -> None:
     decoder = attribute_at(attribute_at(config, "text_config", config), "hidden_size")
+    if attribute_at(config, "projects_towers", False):  # layers of the model's own stand between them
+        return
     for key in _WIDTHS:
         width = attribute_at(config, key)
         feeds_decoder = key.startswith("vision_config") or "omni" in attribute_at(config, "model_type", "")

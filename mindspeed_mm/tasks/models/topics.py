@@ -480,7 +480,6 @@ PLANNED = {
     "internvlu": "InternVL-U, understanding and drawing by one model",
     "kimi_k3": "Kimi-K3, pictures and text",
     "longcat_next": "LongCat-Next, pictures, sound and text",
-    "ming": "Ming, pictures, videos, sound and text",
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
     "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",

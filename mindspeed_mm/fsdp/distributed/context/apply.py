@@ -54,7 +54,10 @@ _FILLS = {
     "token_type_ids": 0,
 }
 """Batch keys along the sequence, with what padding is there."""
-_DECODER_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "visual_pos_masks": 1, "position_ids": -1}
+_DECODER_TOKENS = {
+    **dict.fromkeys(("input_ids", "inputs_embeds", "visual_pos_masks", "mm_token_type_ids"), 1),
+    "position_ids": -1,
+}
 """Inputs of a decoder along the sequence, with its dimension."""
 
 
