@@ -204,7 +204,7 @@ def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "self-forcing", "Ming",
+        "Ming",
         "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
         "kimi_k3", "mimo_v25", "mimov2_5", "moss_tts", "moss_tts_delay", "qihoo_t2x",
     ],

@@ -28,12 +28,12 @@ class TrainedBeside(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Sharded."""
+        """The second model, sharded as its plan says."""
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over its trainable parameters."""
+        """The optimizer of what is trained of the second model."""
         ...
 
 

@@ -288,7 +288,7 @@ class DmdArguments(Section):
     """Self-Forcing: latent frames of a block. Blocks are drawn one after the other, and see themselves and the
     blocks before. Null: the whole sample is drawn at once."""
     same_step_across_blocks: Flag = True
-    """Self-Forcing: end all blocks of an update at the same step; false: each at one of its own."""
+    """Self-Forcing: end all blocks of an update at the same step; false: chance chooses a step for each block."""
     context_noise: Annotated[Natural, Field(le=1000)] = 0
     """Self-Forcing: noise level, in thousandths, that finished blocks have when later ones look at them."""
     independent_first_frame: Flag = False

@@ -65,7 +65,7 @@ class FewSteps:
         return cls(dmd.denoising_step_list, shift, diffusion.guidance, dmd.num_frame_per_block, dmd.context_noise)
 
     def as_config(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The entry of a transformer's configuration that says this."""
         return {FEW_STEPS: asdict(self)}
 
     def levels(self, shift: float) -> tuple[float, ...]:

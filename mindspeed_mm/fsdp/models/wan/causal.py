@@ -138,7 +138,7 @@ class CausalWan:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """See `CausalModel`."""
+        """Begin to draw a batch: nothing is kept of an earlier one."""
         self._kept = [()] * len(self._texts)
         for text in self._texts:
             text.opened(draws=True)

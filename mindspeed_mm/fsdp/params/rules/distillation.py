@@ -88,12 +88,6 @@ def _of_training(arguments: Arguments) -> Iterator[Problem]:
             key="training.val_interval",
             way_out="Set it to 0; training.sampling shows samples while training.",
         )
-    if training.optimizer != "adamw":
-        yield Problem(
-            f"'{training.optimizer}', and student and critic are trained by AdamW with posttrain.method: dmd",
-            key="training.optimizer",
-            way_out="Set it to adamw.",
-        )
 
 
 def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.distillation.objective import DistillationObjective, Teacher, teachers_path
+from mindspeed_mm.fsdp.train.reference import describe_reference
 from mindspeed_mm.fsdp.train.rollouts.build_flow import generator_reference
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
@@ -70,7 +71,7 @@ def build_distillation(
 
     return DistillationObjective(
         StudentDrawing(denoise, few),
-        Teacher(teacher, guided),
+        Teacher(teacher, guided, describe_reference(arguments)),
         assembled.critic.model,
         dmd,
         seed=training.seed,

@@ -39,6 +39,8 @@ class Teacher:
     """Makes the student's model the teacher while it is entered, or gives another model."""
     denoise: Denoiser
     """With the teacher's guidance."""
+    described: str = ""
+    """Which model it is, for the log."""
 
 
 class DistillationObjective:
@@ -114,8 +116,9 @@ class DistillationObjective:
         few, dmd = self._student.few, self._arguments
         blocks = f", blocks of {few.num_frame_per_block} latent frames" if few.num_frame_per_block else ""
         return (
-            f"distribution matching into {len(few.denoising_step_list)} steps{blocks}, guidance of the teacher "
-            f"{dmd.guidance_scale:g}, {dmd.dfake_gen_update_ratio} updates of the critic a step"
+            f"distribution matching into {len(few.denoising_step_list)} steps{blocks}; the teacher is "
+            f"{self._teacher.described}, guided by {dmd.guidance_scale:g}; {dmd.dfake_gen_update_ratio} updates of the "
+            "critic a step"
         )
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
