@@ -108,7 +108,7 @@ def check_distilled_generator(dmd: DmdArguments, adapter: DiffusionAdapter, mode
         raise ConfigError(
             f"{dmd.num_frame_per_block}, but {type(model).__name__} is not drawn in blocks of frames",
             key="posttrain.dmd.num_frame_per_block",
-            way_out="Leave it out, or choose a Wan2.1.",
+            way_out="Leave it out, or choose a family that is: docs/generation.md names it.",
         )
 
 

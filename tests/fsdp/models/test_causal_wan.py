@@ -96,6 +96,15 @@ def test_kept_keys_and_values_are_a_mask(folder: Path) -> None:
     assert torch.equal(before, after)
 
 
+def test_what_is_kept_is_what_the_forecast_counts(folder: Path) -> None:
+    model, adapter = wan(folder), find_adapter(folder)
+    causal = CausalWan(model)
+    with torch.no_grad(), causal.opened(), causal.block(0, keeps=True):
+        model(normal(2, 3, 16, BLOCK, SIDE, SIDE), torch.zeros(3), normal(3, 3, TEXT_TOKENS, TEXT_WIDTH))
+        kept = sum(each.numel() for layer in causal._kept for pair in layer for each in pair)
+    assert kept == 3 * adapter.kept_of_blocks(BLOCK * TOKENS)
+
+
 def test_a_block_that_comes_late_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a block does not see the one right before it; its frames stand at the clip's beginning."""
     latents, text, times = (

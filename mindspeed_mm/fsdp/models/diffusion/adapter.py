@@ -258,6 +258,10 @@ class DiffusionAdapter(FamilyFolder):
         """
         raise NotImplementedError
 
+    def kept_of_blocks(self, tokens: int) -> int:
+        """How many numbers are kept of so many tokens of finished blocks, for families with `draws_blocks`."""
+        raise NotImplementedError
+
     def settle_transformer(self, transformer: nn.Module) -> None:
         """Set right what a transformer of diffusers gets wrong in training. Most get nothing wrong.
 

@@ -262,6 +262,12 @@ class WanAdapter(DiffusionAdapter):
     def causal(self, model: nn.Module) -> CausalModel:
         return CausalWan(model)
 
+    @override
+    def kept_of_blocks(self, tokens: int) -> int:
+        config = self.transformer_config
+        width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+        return 2 * int(config["num_layers"]) * tokens * width
+
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def pipeline_arguments(

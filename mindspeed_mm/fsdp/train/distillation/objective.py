@@ -18,7 +18,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.loss.denoising import noise_of, real_rows
 from mindspeed_mm.fsdp.loss.distillation import dmd_gradient, dmd_loss
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.loss.sde_steps import clean
@@ -100,8 +100,8 @@ class DistillationObjective:
         return prepared
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Samples of the student's update, which are the last of a step, and of the critic's."""
-        sizes = [len(batch["sample_ids"]) for batch in batches]
+        """Samples of the student's update, which are the last of a step, and of the critic's; without blank rows."""
+        sizes = list(map(real_rows, batches))
         own = float(sum(sizes[-self._micro_batches :]))
         return {STUDENT: own, CRITIC: sum(sizes) - own}
 
@@ -126,7 +126,7 @@ class DistillationObjective:
         x = self._student(model, batch, self._exits(batch))
         with torch.no_grad():
             gradient = self._gradient(x.detach(), batch)
-        return {STUDENT: dmd_loss(x, gradient).sum()}
+        return {STUDENT: dmd_loss(x, gradient)[: real_rows(batch)].sum()}
 
     # --- for the step -------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,8 @@ class DistillationObjective:
             x = self._student(student, batch, self._exits(batch))
         noise = batch["_noise"].to(x.dtype)
         predicted = self._student.denoise(self._critic, self._noised(x, batch), batch["_time"], batch)
-        return (predicted - (noise - x)).square().flatten(1).mean(dim=1).sum()
+        errors = (predicted - (noise - x)).square().flatten(1).mean(dim=1)
+        return errors[: real_rows(batch)].sum()
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 

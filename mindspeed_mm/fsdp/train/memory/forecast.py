@@ -129,6 +129,7 @@ def _forecast(
         prediction,
         reference=0 if is_on_host else reference,
         critic=0 if is_on_host else critic,
+        blocks=blocks_bytes(arguments, outline.adapter, batch),
         resident=prediction.resident + reference + critic,
         on_host=on_host,
         approximations=(*prediction.approximations, *notes),
@@ -210,6 +211,17 @@ def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> 
     units = held_units(outline.model, plan.parallel)
     static = static_part(units, partial(state_bytes, training=start.training, matrices=()), averages=False)
     return _held_bytes(outline, plan, arguments) + static.optimizer + max(0, static.gradients - gradients)
+
+
+def blocks_bytes(arguments: Arguments, adapter: Any, batch: Batch) -> int:
+    """Bytes of the keys and values of finished blocks of frames; 0 where samples are drawn at once."""
+    size = arguments.posttrain.dmd.num_frame_per_block
+    if arguments.posttrain.method != "dmd" or size is None:
+        return 0
+    rows, *shape = batch["latents"].shape
+    finished = (shape[0], max(0, shape[1] - size), *shape[2:])
+    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    return int(rows * adapter.kept_of_blocks(adapter.geometry.tokens(finished)) * compute.itemsize)
 
 
 def _held_bytes(outline: Outline, plan: ModelPlan, arguments: Arguments) -> int:
