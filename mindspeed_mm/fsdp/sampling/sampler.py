@@ -390,7 +390,7 @@ def _check_few_steps(adapter: DiffusionAdapter, sampling: SamplingArguments, key
     if scale is not None and scale > adapter.guidance_off and not adapter.takes_guidance:
         raise ConfigError(
             f"{scale:g}, but the model was distilled from a guided one and draws without guidance",
-            key=f"{key}.guidance_scale" if "." in key else "--guidance",
+            key=f"{key}.guidance_scale" if "." in key else "--guidance-scale",
             way_out="Leave it out.",
         )
 
