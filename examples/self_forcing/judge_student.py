@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +54,10 @@ def drawn(folder: Path, texts: list[str], sampling: SamplingArguments) -> tuple[
 def main(student: Path = STUDENT, teacher: Path = TEACHER) -> int:
     """Print scores and seconds of both; returns the exit code."""
     texts = [caption(digit, direction) for digit in range(len(NAMES)) for direction in DIRECTIONS]
-    size = {"height": 16, "width": 16, "num_frames": 5, "fps": 4.0}
-    common = SamplingArguments(**size, batch_size=BATCH, num_samples=CLIPS_OF_A_PROMPT)
-    guided = {"num_inference_steps": TEACHER_STEPS, "guidance_scale": TEACHER_GUIDANCE}
+    common = SamplingArguments(
+        height=16, width=16, num_frames=5, fps=4.0, batch_size=BATCH, num_samples=CLIPS_OF_A_PROMPT
+    )
+    guided: dict[str, Any] = {"num_inference_steps": TEACHER_STEPS, "guidance_scale": TEACHER_GUIDANCE}
     judges = train_window_judges(split_scans(load_scans())["judge"])
     scores: list[float] = []
     seconds: list[float] = []
