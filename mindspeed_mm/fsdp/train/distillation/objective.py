@@ -94,6 +94,7 @@ class DistillationObjective:
         prepared |= student_noise(seeds, self._student.few, shape)
         prepared["_noise"] = torch.stack(noise)
         prepared["_time"] = torch.tensor(times, dtype=torch.float64).to(exact)
+        prepared["_weights"] = torch.ones(len(seeds), dtype=exact)  # for forecasts, which take it for denoising
         if self._blank is not None:
             rows = {key: value.expand(len(seeds), *value.shape[1:]) for key, value in self._blank.items()}
             prepared |= blank_text(rows)
