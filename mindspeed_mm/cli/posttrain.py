@@ -54,6 +54,13 @@ def nft(request: TrainRequest) -> int:
     return _trained("nft", request)
 
 
+@command.command("dmd", context_settings=SETTINGS)
+@takes(TrainRequest)
+def dmd(request: TrainRequest) -> int:
+    """Distil a generator into one of few steps: mm train with posttrain.method=dmd."""
+    return _trained("dmd", request)
+
+
 def _trained(method: str, request: TrainRequest) -> int:
     return start(replace(request, overrides=(*request.overrides, f"posttrain.method={method}")))
 

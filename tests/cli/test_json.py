@@ -38,6 +38,7 @@ COMMANDS = {
     "posttrain dpo": "pairs/run.yaml --steps 1",
     "posttrain grpo": "rollouts/run.yaml --dry-run",
     "posttrain nft": "rollouts/run.yaml --dry-run",
+    "posttrain dmd": "rollouts/run.yaml --dry-run",
     "posttrain reference": "pairs/run.yaml posttrain.reference.path=reference.safetensors",
     "posttrain rollouts": "rollouts/run",
     "posttrain score": "rewards.yaml pictures.jsonl --out scores.jsonl",

@@ -204,7 +204,6 @@ def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "self-forcing",
         "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
         "kimi_k3", "qihoo_t2x",
     ],

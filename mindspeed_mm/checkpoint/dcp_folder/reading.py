@@ -21,7 +21,7 @@ from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.json_file import read_json_object
 
 MODEL = "model"
-_OTHER_PREFIXES = ("optimizer.", "ema.", "extra_state.", "rng_state.", "lr_scheduler.")
+_OTHER_PREFIXES = ("optimizer.", "ema.", "critic.", "critic_optimizer.", "extra_state.", "rng_state.", "lr_scheduler.")
 """What keys beside those of a model begin with."""
 _KEPT = 2
 _SHOWN = 40

@@ -21,9 +21,12 @@ from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.tree import (
+    BESIDE,
+    BESIDE_OPTIMIZER,
     EMA,
     MODEL,
     OPTIMIZER,
+    TrainedBeside,
     average_tensors,
     check_same_shapes,
     model_tensors,
@@ -62,7 +65,35 @@ def load_tensors(
         CheckpointError: The checkpoint was saved from another model or by another optimizer; nothing was changed.
     """
     reader = ranks.together("reading the index", lambda: DcpReader(checkpoint.path))
-    held = TensorIndex(reader, checkpoint)
+    return _fill(TensorIndex(reader, checkpoint), reader, model, optimizer, ranks, ema)
+
+
+def load_beside(checkpoint: CommittedCheckpoint, beside: TrainedBeside, ranks: Ranks, *, with_optimizer: bool) -> bool:
+    """Fill what is trained beside the model, and its optimizer. Called by all ranks.
+
+    Returns:
+        Whether the checkpoint holds it.
+
+    Raises:
+        CheckpointError: It was saved of another model or by another optimizer; nothing was changed.
+    """
+    reader = ranks.together("reading the index", lambda: DcpReader(checkpoint.path))
+    held = TensorIndex(reader, checkpoint, BESIDE, BESIDE_OPTIMIZER)
+    if not held.model_entries():
+        return False
+    _fill(held, reader, beside.model, beside.optimizer if with_optimizer else None, ranks, None)
+    return True
+
+
+def _fill(
+    held: TensorIndex,
+    reader: DcpReader,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    ema: Ema | None,
+) -> bool:
+    """Read what an index holds of a model; whether that includes the average."""
     weights, whole = tensors_to_fill(model), whole_of(model)
     names = ranks.together("comparing with the model", lambda: held.match(model_tensors(whole), tied_names(whole)))
     state: OptimizerState = {}
@@ -193,13 +224,18 @@ class TensorIndex:
     Args:
         reader: Its reader.
         checkpoint: Where it lies and what its manifest says.
+        model: Section of the model's tensors.
+        optimizer: Section of its optimizer's state.
     """
 
-    def __init__(self, reader: DcpReader, checkpoint: CommittedCheckpoint) -> None:
+    def __init__(
+        self, reader: DcpReader, checkpoint: CommittedCheckpoint, model: str = MODEL, optimizer: str = OPTIMIZER
+    ) -> None:
         self.path: Path = checkpoint.path
         self.manifest = checkpoint.manifest
         self.tensors = reader.entries
-        self.prefix = reader.prefix
+        self.prefix = reader.prefix if model == MODEL else f"{model}."
+        self._model, self._optimizer = model, optimizer
 
     def model_entries(self) -> dict[str, TensorStorageMetadata]:
         """The model's tensors by name."""
@@ -292,7 +328,7 @@ class TensorIndex:
 
     def state_entries(self) -> Iterator[tuple[str, str, TensorStorageMetadata]]:
         """Parameter, key and tensor of the optimizer's state."""
-        start = f"{OPTIMIZER}.state."
+        start = f"{self._optimizer}.state."
         for full_name, entry in self.tensors.items():
             if full_name.startswith(start):
                 name, _, key = full_name.removeprefix(start).rpartition(".")
@@ -311,7 +347,7 @@ class TensorIndex:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         kept = self.manifest.optimizer if self.manifest else None
-        has_state = any(key.startswith(f"{OPTIMIZER}.state.") for key in self.tensors)
+        has_state = any(key.startswith(f"{self._optimizer}.state.") for key in self.tensors)
         if kept is None and not (self.manifest is None and has_state):
             raise CheckpointError("holds no optimizer state", where=str(self.path), way_out=WEIGHTS_ONLY)
         if kept not in {None, kind_of(optimizer)}:
@@ -324,7 +360,10 @@ class TensorIndex:
 
     def as_stored(self, tree: Tree) -> dict[str, Any]:
         """The tree under the checkpoint's own keys."""
-        return dict(tree) if self.prefix else dict(tree[MODEL])
+        if not self.prefix:
+            return dict(tree[MODEL])
+        sections = {MODEL: self._model, OPTIMIZER: self._optimizer}
+        return {sections.get(section, section): tensors for section, tensors in tree.items()}
 
 
 # --- whole tensors, without a model -----------------------------------------------------------------------------------

@@ -17,11 +17,14 @@ from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import committed
 from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
-from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
+from mindspeed_mm.fsdp.checkpoint.loading import load_beside, load_rng, load_state, load_tensors
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext, read_manifest, verify_files
 from mindspeed_mm.fsdp.checkpoint.tree import (
+    BESIDE,
+    BESIDE_OPTIMIZER,
     MODEL,
     OPTIMIZER,
+    TrainedBeside,
     average_tensors,
     cast_floats,
     model_tensors,
@@ -71,6 +74,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, object],
         ema: Ema | None = None,
+        beside: TrainedBeside | None = None,
     ) -> None:
         """Commit `iter_<iteration>`, or start to when `training.save_async`: training may go on at once.
 
@@ -80,6 +84,7 @@ class CheckpointManager:
             optimizer: Its state is kept unless `training.no_save_optim`.
             state: JSON values, the same on every rank, and under `rng` this rank's tensors.
             ema: The average of the weights, kept in full precision whatever `training.save_ckpt_dtype` says.
+            beside: What is trained beside the model, kept with its optimizer as the model is.
 
         Raises:
             CheckpointError: This save, or the one that was under way, failed, on all ranks alike. An earlier failure
@@ -87,19 +92,12 @@ class CheckpointManager:
         """
         earlier_failure = self._settle()
         if self._last_saved != iteration:
-            self._start(iteration, model, optimizer, state, ema)
+            self._start(lambda: self._collect(iteration, model, optimizer, state, ema, beside))
         if earlier_failure is not None:
             raise earlier_failure
 
-    def _start(
-        self,
-        iteration: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, object],
-        ema: Ema | None,
-    ) -> None:
-        contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state, ema))
+    def _start(self, collect: Callable[[], CheckpointContents]) -> None:
+        contents = self.ranks.together("collecting", collect)
         self.ranks.first("checking the disk", lambda: self._check_space(contents))
         if self._background is None:
             self._commit(contents)
@@ -150,6 +148,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         ema: Ema | None = None,
+        beside: TrainedBeside | None = None,
     ) -> dict[str, Any]:
         """Fill a sharded model, its parameters off the meta device, and its optimizer.
 
@@ -159,6 +158,7 @@ class CheckpointManager:
             optimizer: None takes the weights only.
             ema: The average of the weights. With the weights only, and from a checkpoint that has no average, it starts
                 from the loaded weights, and the log says so.
+            beside: What is trained beside the model; a checkpoint without it leaves it as it is, and the log says so.
 
         Returns:
             What was given to `save` as `state`, with `rng` None when it cannot be this rank's.
@@ -169,6 +169,10 @@ class CheckpointManager:
         read_optimizer = None if self.training.no_load_optim else optimizer
         read_average = None if optimizer is None else ema
         has_average = load_tensors(checkpoint, model, read_optimizer, self.ranks, read_average)
+        if beside is not None and not load_beside(
+            checkpoint, beside, self.ranks, with_optimizer=not self.training.no_load_optim
+        ):
+            self.note(f"{checkpoint.path}: holds no critic, which starts anew")
         if ema is not None and not has_average:
             ema.restart()
             self.note(f"{checkpoint.path}: the {ema.called} starts from the weights loaded")
@@ -182,6 +186,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, object],
         ema: Ema | None,
+        beside: TrainedBeside | None,
     ) -> CheckpointContents:
         dtype = self.training.save_ckpt_dtype
         tree: Tree = {MODEL: cast_floats(model_tensors(model), torch_dtype(dtype))}
@@ -190,6 +195,10 @@ class CheckpointManager:
             tree[OPTIMIZER] = optimizer_tensors(model, optimizer)
         if ema is not None:
             tree[ema.key] = average_tensors(ema)
+        if beside is not None:
+            tree[BESIDE] = cast_floats(model_tensors(beside.model), torch_dtype(dtype))
+            if with_optimizer:
+                tree[BESIDE_OPTIMIZER] = optimizer_tensors(beside.model, beside.optimizer)
         rng = state.get("rng")
         if self.training.no_save_rng or not isinstance(rng, dict):
             rng = {}

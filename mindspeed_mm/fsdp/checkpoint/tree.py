@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,8 +18,23 @@ from mindspeed_mm.fsdp.utils.device import synchronize
 MODEL = "model"
 OPTIMIZER = "optimizer"
 EMA = "ema"
+BESIDE, BESIDE_OPTIMIZER = "critic", "critic_optimizer"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _SHOWN = 5
+
+
+class TrainedBeside(Protocol):
+    """A second model that is trained beside the one that a run is about."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The second model, sharded as its plan says."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of what is trained of the second model."""
+        ...
 
 
 def plain_name(name: str) -> str:

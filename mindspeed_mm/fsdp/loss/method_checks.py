@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import ModelKind
-from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS, GrpoArguments
+from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS, DmdArguments, GrpoArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 if TYPE_CHECKING:
@@ -86,6 +86,29 @@ def check_rewarded_generator(method: str, adapter: DiffusionAdapter, model: nn.M
             f"'{adapter.task}' goes on from media, and the prompts of '{method}' have none",
             key="model.task",
             way_out=f"Set {' or '.join(_FROM_A_PROMPT)}, where the folder allows it.",
+        )
+
+
+def check_distilled_generator(dmd: DmdArguments, adapter: DiffusionAdapter, model: nn.Module) -> None:
+    """Raise `ConfigError` unless a student of this family can draw in few steps, and in blocks where that is asked for.
+
+    Args:
+        dmd: `posttrain.dmd`.
+        adapter: The family's `DiffusionAdapter`.
+        model: Its transformer.
+    """
+    check_rewarded_generator("dmd", adapter, model)
+    if len(adapter.transformers) > 1:
+        raise ConfigError(
+            f"'dmd' distils one transformer, and {type(model).__name__} is two, each for some noise levels",
+            key=_KEY,
+            way_out="Choose another model.",
+        )
+    if dmd.num_frame_per_block is not None and not adapter.draws_blocks:
+        raise ConfigError(
+            f"{dmd.num_frame_per_block}, but {type(model).__name__} is not drawn in blocks of frames",
+            key="posttrain.dmd.num_frame_per_block",
+            way_out="Leave it out, or choose a family that is: docs/generation.md names it.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,7 +25,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 
-BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dpo", "grpo", "nft"), "unified": ()}
+BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dmd", "dpo", "grpo", "nft"), "unified": ()}
 """Kind of model → the methods that this version has for it."""
 
 
@@ -74,6 +75,16 @@ def _old_decay(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
     raise fault(f"{show(value)} is not linear or a number from 0 to below 1")
+
+
+def _noise_levels(value: Any) -> Any:
+    steps = tuple(value) if isinstance(value, list | tuple) else ()
+    if not steps or any(not isinstance(step, int) or isinstance(step, bool) for step in steps):
+        raise fault(f"{show(value)} is not a list of whole numbers")
+    falls = all(high > low for high, low in itertools.pairwise(steps))
+    if steps[0] != 1000 or steps[-1] < 1 or not falls:
+        raise fault(f"{show(value)} does not begin with 1000 and fall, above 0, from entry to entry")
+    return steps
 
 
 class ReferenceArguments(Section):
@@ -242,6 +253,52 @@ class NftArguments(Section):
     0; 1 where above 0, else 0 (`one_only`); or their signs (`binary`)."""
 
 
+class DmdArguments(Section):
+    """Generators: distillation into a student of few steps by distribution matching (DMD2, arXiv:2405.14867), and, of
+    clips in blocks of frames, Self-Forcing (arXiv:2506.08009). The teacher is `posttrain.reference`."""
+
+    denoising_step_list: Annotated[tuple[int, ...], BeforeValidator(_noise_levels)] = (1000, 750, 500, 250)
+    """Noise levels of the student's steps before the shift, in thousandths; as many as it draws in."""
+    timestep_shift: Above0 | None = None
+    """Shift s of the noise levels of student, teacher and critic: σ ← s σ / (1 + (s − 1) σ); null: as
+    `training.diffusion.shift` says, which is what the folder's scheduler does if it is null, too."""
+    guidance_scale: NotNegative = 4.0
+    """Guidance scale of the teacher: without + scale · (with − without) the prompt; 1: no guidance. Transformers that
+    take it as an input are told it. (The code of Self-Forcing counts from 0: its 3.0 is 4.0 here.)"""
+    negative_prompt: str = ""
+    """Prompt that the teacher's guidance steers away from."""
+    dfake_gen_update_ratio: Positive = 5
+    """Updates of the critic in each step, before the one of the student; each takes further prompts."""
+    critic_name_or_path: PathText | None = None
+    """Folder that the critic starts from, of the student's family; null: the teacher's."""
+    critic_lora: Flag | None = None
+    """Train adapters of the critic alone, by the settings of `training.lora`; null: as `training.lora.enable`."""
+    lr_critic: Above0 | None = None
+    """Learning rate of the critic, which follows the schedule of the student's; null: `training.lr`."""
+    beta1_critic: Ratio | None = None
+    """Adam's β₁ of the critic; null: `training.adam_beta1`."""
+    beta2_critic: Ratio | None = None
+    """Adam's β₂ of the critic; null: `training.adam_beta2`."""
+    score_range: tuple[Ratio, Ratio] = (0.02, 0.98)
+    """Smallest and largest noise level, after the shift, at which teacher and critic look at samples; those outside are
+    moved to the nearer end."""
+    last_step_only: Flag = False
+    """Train the student's last step alone; false: a step drawn by chance, the same for all samples of an update."""
+    num_frame_per_block: Positive | None = None
+    """Self-Forcing: latent frames of a block. Blocks are drawn one after the other, and see themselves and the
+    blocks before. Null: the whole sample is drawn at once."""
+    same_step_across_blocks: Flag = True
+    """Self-Forcing: end all blocks of an update at the same step; false: chance chooses a step for each block."""
+    context_noise: Annotated[Natural, Field(le=1000)] = 0
+    """Self-Forcing: noise level, in thousandths, that finished blocks have when later ones look at them."""
+    independent_first_frame: Flag = False
+    """Self-Forcing: a first block of one frame. Not in this version: only false."""
+    gan_loss_weight: NotNegative = 0.0
+    """Weight of DMD2's adversarial loss on real samples. Not in this version: only 0."""
+    regression_loss_weight: NotNegative = 0.0
+    """Weight of DMD's regression loss on the teacher's own trajectories. Not in this version: only 0."""
+
+
 class RolloutArguments(Section):
     """How samples are drawn from the policy."""
 
@@ -291,9 +348,9 @@ class RewardArguments(Section):
 class PosttrainArguments(Section):
     """Training on preferences and on rewards."""
 
-    method: Literal["dpo", "grpo", "nft"] | None = None
+    method: Literal["dmd", "dpo", "grpo", "nft"] | None = None
     """Training method. `dpo`: preference pairs; `grpo`: the model's own samples and their rewards; `nft`: the same for
-    generators, without a likelihood; null: supervised training."""
+    generators, without a likelihood; `dmd`: distillation of generators into few steps; null: supervised training."""
     reference: ReferenceArguments = Field(default_factory=ReferenceArguments)
     """The reference policy, which the trained one is compared with."""
     dpo: DpoArguments = Field(default_factory=DpoArguments)
@@ -304,6 +361,8 @@ class PosttrainArguments(Section):
     """How trajectories of generators are sampled and trained."""
     nft: NftArguments = Field(default_factory=NftArguments)
     """How generators are trained without a likelihood."""
+    dmd: DmdArguments = Field(default_factory=DmdArguments)
+    """How generators are distilled into students of few steps."""
     rollout: RolloutArguments = Field(default_factory=RolloutArguments)
     """How samples are drawn from the policy, and by which program."""
     rewards: Annotated[tuple[RewardArguments, ...], null_means(())] = ()

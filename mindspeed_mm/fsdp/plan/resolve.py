@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_feature
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.method_checks import (
+    check_distilled_generator,
     check_generator_settings,
     check_method,
     check_paired_generator,
@@ -164,6 +165,8 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
     errors.attempt(check_path_settings, adapter.noise_path, arguments.training.diffusion)
     if arguments.posttrain.method == "dpo":
         errors.attempt(check_paired_generator, adapter, outline.model)
+    elif arguments.posttrain.method == "dmd":
+        errors.attempt(check_distilled_generator, arguments.posttrain.dmd, adapter, outline.model)
     elif method := arguments.posttrain.method:
         errors.attempt(check_rewarded_generator, method, adapter, outline.model)
         errors.attempt(check_generator_settings, arguments.posttrain.grpo)

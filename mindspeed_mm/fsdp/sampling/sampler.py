@@ -29,11 +29,14 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_pipeline
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.defaults import filled
+from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_noise
 from mindspeed_mm.fsdp.sampling.finite import FiniteSteps, NotFiniteError, not_finite
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
@@ -192,6 +195,8 @@ class DiffusionSampler:
         """
         assert sampling.height and sampling.width and sampling.num_frames and sampling.num_inference_steps
         size = MediaSize(sampling.num_frames, sampling.height, sampling.width)
+        if self.adapter.few_steps is not None:
+            return self._drawn_in_few(self.adapter.few_steps, batch, sampling, size)
         arguments = self._arguments(batch, sampling, size)
         self.adapter.prepare_pipeline(self.pipeline, sampling)
         steps = FiniteSteps(len(batch), sampling.num_inference_steps)
@@ -208,6 +213,33 @@ class DiffusionSampler:
         if self.adapter.sound is None:
             return list(map(MadeSample, frames))
         return [MadeSample(*each) for each in zip(frames, self._sounds(made[1], batch), strict=True)]
+
+    @torch.no_grad()
+    def _drawn_in_few(
+        self, few: FewSteps, batch: Sequence[SampleOrder], sampling: SamplingArguments, size: MediaSize
+    ) -> list[MadeSample]:
+        """By a student of few steps, along the path on which it was trained."""
+        parameter = next(self._transformer.parameters())
+        seeds = [order.noise_seed(sampling.seed) for order in batch]
+        texts = self.adapter.encode_text(self.pipeline, [order.prompt.text for order in batch])
+        inputs: dict[str, Any] = {
+            **self.adapter.pad_text(texts),
+            **student_noise(seeds, few, self.adapter.geometry.latent_shape(size)),
+        }
+        there = {key: value.to(parameter.device) for key, value in inputs.items()}
+        scale = sampling.guidance_scale
+        told = few.guidance if scale is None or not self.adapter.takes_guidance else scale
+        denoise = Denoiser(self.adapter, self._compute_dtype or parameter.dtype, told)
+        with evaluating(self._transformer):
+            latents = StudentDrawing(denoise, few)(self._transformer, there)
+        finite = latents.isfinite().flatten(1).all(dim=1).tolist()
+        if not all(finite):
+            raise self._not_finite("the latents behind the last step", batch[finite.index(False)])
+        made: list[MadeSample] = []
+        for row in latents:
+            pixels = self.adapter.decode(self.pipeline, row.unsqueeze(0))[0]
+            made.append(MadeSample(pixels.permute(1, 2, 3, 0).cpu().numpy()))
+        return made
 
     def _arguments(self, batch: Sequence[SampleOrder], sampling: SamplingArguments, size: MediaSize) -> dict[str, Any]:
         """What the pipeline is called with."""
@@ -332,6 +364,7 @@ def check_request(
     for negative in {prompt.negative_prompt for prompt in prompts}:
         settings = _with_negative(sampling, negative)
         _check_guidance(adapter, settings)
+        _check_few_steps(adapter, settings, key)
         adapter.pipeline_arguments(settings, [""], some_latents)
 
 
@@ -342,6 +375,26 @@ def _check_guidance(adapter: DiffusionAdapter, sampling: SamplingArguments) -> N
         if adapter.usage.guidance == scale:
             reason += f", with which {adapter.usage.release} was released"
         adapter.refuse_negative_prompt(sampling, reason)
+
+
+def _check_few_steps(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str) -> None:
+    """A student draws in the steps that it was distilled to, its guidance in its weights."""
+    few = adapter.few_steps
+    if few is None:
+        return
+    steps, scale = len(few.denoising_step_list), sampling.guidance_scale
+    if sampling.num_inference_steps != steps:
+        raise ConfigError(
+            f"{sampling.num_inference_steps}, but the model was distilled to {steps} steps",
+            key=f"{key}.num_inference_steps" if "." in key else "--steps",
+            way_out="Leave it out.",
+        )
+    if scale is not None and scale > adapter.guidance_off and not adapter.takes_guidance:
+        raise ConfigError(
+            f"{scale:g}, but the model was distilled from a guided one and draws without guidance",
+            key=f"{key}.guidance_scale" if "." in key else "--guidance-scale",
+            way_out="Leave it out.",
+        )
 
 
 def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:

@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.train.distillation.critic import Critic
     from mindspeed_mm.fsdp.utils.processor import Processor
 
 
@@ -43,6 +44,8 @@ class Assembled:
     """What the log says of FLOPs."""
     average: Ema | None = None
     """A copy of what is trained that follows it, where one is kept."""
+    critic: Critic | None = None
+    """What is trained beside the model, in a distillation."""
 
     @property
     def model(self) -> nn.Module:

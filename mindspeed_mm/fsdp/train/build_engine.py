@@ -85,7 +85,7 @@ def build_engine(
     return TrainEngine(
         model=assembled.model,
         objective=objective,
-        forward_backward=build_forward_backward(arguments, job, assembled, objective),
+        forward_backward=build_forward_backward(arguments, job, assembled, objective, total_steps),
         optimizer=optimizer,
         schedule=build_lr_schedule(arguments.training, total_steps),
         training=arguments.training,
@@ -95,6 +95,7 @@ def build_engine(
         all_ranks=dist.group.WORLD if job.world_size > 1 else None,
         counts_samples=job.state.is_first_of_its_samples,
         context=assembled.applied.context,
+        critic=assembled.critic,
         pipeline=assembled.applied.pipeline,
         towers=assembled.applied.towers,
         ema=ema,
@@ -133,6 +134,8 @@ def why_steps_wait(
         return f"{kind_of(optimizer)} as it is configured cannot leave out an update on the device"
     if build_loss_scale(arguments) is not None:
         return "the next step needs its loss scale"
+    if arguments.posttrain.method == "dmd":
+        return "the critic is trained in front of each update"
     if draws_samples(arguments) or (ema is not None and not ema.is_result):
         return "the next step needs a policy that follows it"
     return ""
@@ -141,6 +144,8 @@ def why_steps_wait(
 def continue_from(engine: TrainEngine, state: LoopState, arguments: Arguments, job: Job) -> None:
     """Give the engine, and this rank's random numbers, the state in which a checkpoint was saved."""
     engine.load_state(state)
+    if engine.critic is not None:
+        engine.critic.steps = engine.iteration
     training = arguments.training
     rng = state.get("rng")
     if rng is not None and not training.no_load_rng:
@@ -150,9 +155,23 @@ def continue_from(engine: TrainEngine, state: LoopState, arguments: Arguments, j
 
 
 def build_forward_backward(
-    arguments: Arguments, job: Job, assembled: Assembled, objective: Objective
+    arguments: Arguments, job: Job, assembled: Assembled, objective: Objective, total_steps: int
 ) -> ForwardBackward:
-    """How a step's micro-batches go through the model under this plan."""
+    """How a step's micro-batches go through the model under this plan, and through the critic of a distillation."""
+    forward_backward = _of_the_plan(arguments, job, assembled, objective)
+    if (critic := assembled.critic) is None:
+        return forward_backward
+    from mindspeed_mm.fsdp.train.distillation.critic import DistillationForwardBackward
+    from mindspeed_mm.fsdp.train.distillation.critic_start import critic_start
+    from mindspeed_mm.fsdp.train.distillation.objective import DistillationObjective
+
+    assert isinstance(objective, DistillationObjective)
+    schedule = build_lr_schedule(critic_start(arguments).training, total_steps)
+    updates = arguments.posttrain.dmd.dfake_gen_update_ratio
+    return DistillationForwardBackward(forward_backward, assembled.model, critic, objective, schedule, updates)
+
+
+def _of_the_plan(arguments: Arguments, job: Job, assembled: Assembled, objective: Objective) -> ForwardBackward:
     if assembled.applied.pipeline is not None:
         from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward  # torch's schedules are 4 MB
 

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -54,6 +55,7 @@ class GeneratorFamily(Family):
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
         super().__init__(arguments)
         self.adapter, self._device = adapter, device
+        adapter.note_few_steps(FewSteps.of_run(arguments))
         self._encodes = False
 
     @cached_property
@@ -79,6 +81,13 @@ class GeneratorFamily(Family):
         posttrain = self.arguments.posttrain
         if not posttrain.method:
             return self.denoising(data.train, data.validation)
+        if posttrain.method == "dmd":
+            from mindspeed_mm.fsdp.train.distillation.build import build_distillation
+
+            self._encodes = data.train.is_raw
+            return build_distillation(
+                self.arguments, assembled, job, data, denoise=self.denoiser, encoders=lambda: self.encoders
+            )
         if posttrain.method == "dpo":
             from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
             from mindspeed_mm.fsdp.train.reference import describe_reference

@@ -140,7 +140,7 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 
 
-def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
+def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | None, key: str = FOLDER_KEY) -> None:
     """Raise `ConfigError` where a reference of another kind, vocabulary or width would read the policy's batches as
     something else, or not at all."""
     own, other = (_reads(model) for model in (policy, reference))
@@ -148,7 +148,7 @@ def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | Non
         what = "vocabulary" if facts_of(policy).kind.has_tokens else "widths of latents and text"
         raise ConfigError(
             f"'{folder}' is {other}, and the trained model is {own}: it would read the same rows otherwise",
-            key=FOLDER_KEY,
+            key=key,
             way_out=f"Name a model of the same family and {what}.",
         )
 

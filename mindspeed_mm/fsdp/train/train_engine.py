@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ from mindspeed_mm.fsdp.train.step.tally import (
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.device import ArrivingNumbers
 from mindspeed_mm.fsdp.utils.ranges import named
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.train.distillation.critic import Critic
 
 __all__ = ["Hook", "StepLoader", "StepResult", "TrainEngine", "move"]
 
@@ -99,6 +102,7 @@ class TrainEngine:
         pipeline: How layers are spread over ranks, when they are.
         towers: Stand-ins for towers whose modality a rank lacks.
         ema: Moving average of the weights.
+        critic: Trained in front of each step's update, in a distillation.
         stop_signal: Whether this process was asked to stop.
         stop_after: Stop after this many steps of this start, as if the schedule ended there.
         rank: Global rank, for messages.
@@ -126,6 +130,7 @@ class TrainEngine:
     pipeline: Pipeline | None = None
     towers: IdleTowers | None = None
     ema: Ema | None = None
+    critic: Critic | None = None
     stop_signal: StopSignal | None = None
     stop_after: int | None = None
     rank: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -72,6 +72,9 @@ from mindspeed_mm.fsdp.train.run.trackers import Tracker
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.train.distillation.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,11 @@ class Trainer:
                 assembled.model, training, self.arguments.features, assembled.plan.groups, note=record.note
             )
             ema = build_average(assembled.model, self.arguments)
-            assembled = replace(assembled, average=ema)
+            critic = self._build_critic(job, assembled, record)
+            assembled = replace(assembled, average=ema, critic=critic)
         with job.setup("loading the checkpoint"):
             seed_everything(training.seed, job.state.random_rank)
-            state = resume.load(assembled.model, optimizer, ema)
+            state = resume.load(assembled.model, optimizer, ema, critic)
         if state is not None:
             self._continue_data(loader, resume, state, record)
         family = family_of(assembled.model, self.arguments, job.device)
@@ -289,6 +293,14 @@ class Trainer:
                 build=self.given.build_model,
                 processor=data.train.processor,
             )
+
+    def _build_critic(self, job: Job, assembled: Assembled, record: RunRecord) -> Critic | None:
+        """What is trained beside the model; None but in a distillation."""
+        if self.arguments.posttrain.method != "dmd":
+            return None
+        from mindspeed_mm.fsdp.train.distillation.critic import build_critic  # a plain run starts without it
+
+        return build_critic(self.arguments, assembled.model, job.device, note=record.note)
 
     def _continue_data(self, loader: RunLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
         """Go on in the data where the checkpoint was saved."""

@@ -283,7 +283,7 @@ class _Check:
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
         from mindspeed_mm.fsdp.plan.speed_facts import describe_choices
-        from mindspeed_mm.tasks.check.model import check_reference, check_stored_weights
+        from mindspeed_mm.tasks.check.model import check_critic, check_reference, check_stored_weights
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -308,6 +308,8 @@ class _Check:
             self.result.speed = describe_choices(self.outline.model, self.plan.features)
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
+        if arguments.posttrain.method == "dmd":
+            self._collect([partial(check_critic, arguments, self.outline.model)])
 
     def _sizes(self) -> ParallelSizes | None:
         """Sizes of the groups; None where nobody says how many ranks there are, or they do not fit, which is told

@@ -17,7 +17,13 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
-from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
+from mindspeed_mm.fsdp.train.distillation.critic_start import (
+    CRITIC_KEY,
+    critic_folder,
+    critic_start,
+    told_of_critic,
+)
 from mindspeed_mm.fsdp.train.reference import check_same_inputs, check_start
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start, told_of_reference
 
@@ -74,6 +80,26 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
     check_same_inputs(policy, outline.model, folder)
+
+
+def check_critic(arguments: Arguments, student: nn.Module) -> None:
+    """Raise what training would when it builds the critic of a distillation.
+
+    Args:
+        arguments: The configuration.
+        student: On meta.
+
+    Raises:
+        MMError: It cannot be built, has no weights, or reads other batches than the student.
+    """
+    folder = critic_folder(arguments)
+    if folder is None:
+        return
+    start = critic_start(arguments)
+    with told_of_critic(arguments):
+        outline = build_outline(start)
+        check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
+    check_same_inputs(student, outline.model, folder, CRITIC_KEY)
 
 
 _FRESH: dict[str, Any] = {"load": None}

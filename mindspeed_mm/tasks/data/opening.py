@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.data.document_pieces import in_pieces
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.distillation import micro_batches_of_step
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -128,7 +129,7 @@ class OpenedData:
             dataset,
             param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "pin_memory": False}),
             micro_batch_size=training.micro_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            gradient_accumulation_steps=micro_batches_of_step(self.arguments),
             dp_rank=0,
             dp_size=resolve_parallel_sizes(self.arguments.parallel, ranks).dp,
             seed=training.seed,

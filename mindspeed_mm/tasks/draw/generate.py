@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
 from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
@@ -283,7 +284,9 @@ def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | No
     if arguments is None:
         return find_adapter(source.folder, task=task)
     section = arguments.model.model_copy(update={"model_name_or_path": str(source.folder)})
-    return adapter_of_section(section, task)
+    adapter = adapter_of_section(section, task)
+    adapter.note_few_steps(FewSteps.of_run(arguments))
+    return adapter
 
 
 def _size_note(asked: SamplingArguments, sampling: SamplingArguments) -> str:

@@ -38,6 +38,7 @@ from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
 from mindspeed_mm.fsdp.data.data_utils.training_view import WriteView, view_writer
 from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import note_on_settings, write_own_settings
@@ -138,6 +139,8 @@ def open_contents(
     if lora_format != "diffusers":
         raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
+    if (adapter := facts_of(outline).adapter) is not None and source.arguments is not None:
+        adapter.note_few_steps(FewSteps.of_run(source.arguments))
     if has_adapters:
         weights = weights_folder(outline, base_weights_folder(source))
         opened = _merged(source, reader, outline, dtype)

@@ -385,6 +385,18 @@ ANY_MODEL: tuple[Topic, ...] = (
         recipes=(YamlRecipe("full", {"model": {"train_from_scratch": True}}),),
     ),
     Topic(
+        "Distil a generator into few steps",
+        ("distil", "dmd", "few-step", "self-forcing", "self_forcing", "selfforcing", "student"),
+        {
+            "see what is wrong before it starts": "mm check run.yaml",
+            "train the student": "mm posttrain dmd run.yaml",
+            "draw with it": 'mm infer runs/mine --prompt "a red fox in the snow" --out samples',
+        },
+        "docs/generation.md",
+        weight=3,
+        recipes=(YamlRecipe("full", {"data": {"dataset_param": _PROMPTS}, "posttrain": {"method": "dmd"}}),),
+    ),
+    Topic(
         "Train a model on preferences or rewards",
         ("dpo", "grpo", "nft", "ppo", "rlhf", "reward", "preference", "alignment", "reinforce", "rejected"),
         {
@@ -482,7 +494,6 @@ PLANNED = {
     "longcat_next": "LongCat-Next, pictures, sound and text",
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
-    "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
     "vae": "VAE, training of the autoencoders of videos",
     "videoalign": "VideoAlign, rewards of videos",
 }

@@ -10,13 +10,24 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import LANGUAGE
-from mindspeed_mm.fsdp.loss.method_checks import check_generator_settings, check_method, check_rewarded_generator
-from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments
+from mindspeed_mm.fsdp.loss.method_checks import (
+    check_distilled_generator,
+    check_generator_settings,
+    check_method,
+    check_rewarded_generator,
+)
+from mindspeed_mm.fsdp.params.posttrain_args import DmdArguments, GrpoArguments
 
 
-def family(*, is_flow: bool = True, further: tuple[str, ...] = (), task: str = "t2v") -> Any:
+def family(
+    *,
+    is_flow: bool = True,
+    further: tuple[str, ...] = (),
+    task: str = "t2v",
+    parts: tuple[str, ...] = ("transformer",),
+) -> Any:
     path = SimpleNamespace(is_flow=is_flow, describe=lambda: "predicting noise")
-    return SimpleNamespace(noise_path=path, further_latents=further, task=task)
+    return SimpleNamespace(noise_path=path, further_latents=further, task=task, transformers=parts, draws_blocks=False)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +42,21 @@ def test_refusals(adapter: Any, words: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_rewarded_generator("grpo", adapter, nn.Identity())
     assert words in str(caught.value) and key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words", "key"),
+    [
+        (family(task="i2v"), "'i2v' goes on from media", "model.task"),
+        (family(parts=("transformer", "transformer_2")), "Identity is two", "posttrain.method"),
+        (family(), "3, but Identity is not drawn in blocks of frames", "posttrain.dmd.num_frame_per_block"),
+    ],
+)
+def test_students_that_cannot_be(adapter: Any, words: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_distilled_generator(DmdArguments(num_frame_per_block=3), adapter, nn.Identity())
+    assert words in str(caught.value) and key in str(caught.value)
+    check_distilled_generator(DmdArguments(), family(), nn.Identity())
 
 
 def test_an_entropy_of_tokens_that_there_are_not() -> None:

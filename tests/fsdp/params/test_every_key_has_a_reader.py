@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
 REFUSED = {key for key, values in BUILT_VALUES.items() if len(values) == 1}
 """Keys that take their default alone: any other value is refused by name."""
 
-OF_METHODS = {"dpo": "dpo reference", "grpo": "grpo rollout rewards", "nft": "nft flow"}
+OF_METHODS = {"dpo": "dpo reference", "grpo": "grpo rollout rewards", "nft": "nft flow", "dmd": "dmd reference"}
 """Method → sections of `posttrain` that are read when it is built."""
 OF_UNBUILT_METHODS = tuple(
     f"posttrain.{section}."

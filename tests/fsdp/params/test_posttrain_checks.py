@@ -88,12 +88,34 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"rollout": {"base_url": "http://a"}}, {}, "rollout.base_url", "backend"),
     ({"rollout": SERVED}, {**SAVED, "model": {}}, "model_name_or_path", "starts from"),
 ]
+DISTILLED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"reference": {"sync_steps": 2}}, {}, "reference.sync_steps", "Leave"),
+    ({"reference": {"kind": "stored"}}, {}, "reference.kind", "auto"),
+    ({"dmd": {"score_range": [0.5, 0.2]}}, {}, "dmd.score_range", "smaller one first"),
+    ({"dmd": {"context_noise": 100}}, {}, "dmd.context_noise", "num_frame_per_block"),
+    ({"dmd": {"same_step_across_blocks": False}}, {}, "dmd.same_step_across_blocks", "num_frame_per_block"),
+    ({}, {"training": {"diffusion": {"caption_dropout": 0.1}}}, "diffusion.caption_dropout", "Leave"),
+    ({}, {"training": {"diffusion": {"loss_weighting": "bell"}}}, "diffusion.loss_weighting", "Leave"),
+    ({}, {"model": {"model_name_or_path": "model", "train_from_scratch": True}}, "train_from_scratch", "teacher"),
+    (
+        {},
+        {"data": {"dataset_param": {"basic_parameters": {"val_rate": 0.1}}}, "training": {"val_interval": 5}},
+        "val_interval",
+        "training.sampling",
+    ),
+    ({}, {"parallel": {"tensor_parallel_size": 2}}, "tensor_parallel_size", "1"),
+    ({}, {"parallel": {"ulysses_parallel_size": 2}}, "ulysses_parallel_size", "1"),
+    ({}, {"parallel": {"fsdp_plan": {"param_dtype": "fp16"}}}, "fsdp_plan.param_dtype", "bf16"),
+    ({}, {"features": {"enable_gradient_offload": True}}, "enable_gradient_offload", "Leave"),
+    ({"dmd": {"num_frame_per_block": 3}}, {"features": {"compile": True}}, "compile", "num_frame_per_block"),
+]
 
 
 @pytest.mark.parametrize(
     ("posttrain", "others", "key", "words"),
     [({"method": "dpo", **p}, *rest) for p, *rest in PAIRS]
-    + [({"method": "grpo", **REWARDS, **p}, *rest) for p, *rest in SAMPLES],
+    + [({"method": "grpo", **REWARDS, **p}, *rest) for p, *rest in SAMPLES]
+    + [({"method": "dmd", **p}, *rest) for p, *rest in DISTILLED],
 )
 def test_refusals(posttrain: dict[str, Any], others: dict[str, Any], key: str, words: str) -> None:
     (problem,) = posttrain_problems(tree(posttrain, others))
@@ -171,6 +193,7 @@ def test_the_reference_that_is_chosen(posttrain: dict[str, Any], others: dict[st
         ({"method": "grpo", "grpo": {"beta": 0.04}}, True),
         ({"method": "nft"}, True),
         ({"method": "nft", "nft": {"kl": 0}}, False),
+        ({"method": "dmd"}, True),
     ],
 )
 def test_methods_that_need_a_reference(posttrain: dict[str, Any], needed: bool) -> None:
@@ -181,6 +204,12 @@ def test_weights_of_losses_do_not_unlearn() -> None:
     assert not list(posttrain_problems(tree({"method": "dpo", "dpo": {"loss_weights": [0], "pref_ftx": 1}})))
     with pytest.raises(ValueError, match="loss_weights"):
         tree({"method": "dpo", "dpo": {"loss_weights": [-1]}})
+
+
+@pytest.mark.parametrize("steps", [[], [750, 500], [1000, 1000], [1000, 0], [1000, 0.5], 4])
+def test_levels_that_do_not_fall(steps: Any) -> None:
+    with pytest.raises(ValueError, match="denoising_step_list"):
+        tree({"method": "dmd", "dmd": {"denoising_step_list": steps}})
 
 
 def test_a_loss_that_nobody_knows() -> None:

@@ -20,6 +20,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.models.diffusion.family_facts import FamilyFolder
 from mindspeed_mm.fsdp.models.diffusion.family_facts import Requirement as Requirement  # plugins take it from here
+from mindspeed_mm.fsdp.models.diffusion.few_steps import CausalModel
 from mindspeed_mm.fsdp.models.diffusion.latents import as_bytes, pack, posterior_mode, unpack
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -246,6 +247,18 @@ class DiffusionAdapter(FamilyFolder):
             shapes: Batch key → shape.
         """
         return {LATENTS: self.prediction(output, shapes[LATENTS])}
+
+    def causal(self, model: nn.Module) -> CausalModel:
+        """The transformer as blocks of frames are drawn with it, for families with `draws_blocks`.
+
+        Args:
+            model: The live transformer, sharded or not.
+        """
+        raise NotImplementedError
+
+    def kept_of_blocks(self, tokens: int) -> int:
+        """How many numbers are kept of so many tokens of finished blocks, for families with `draws_blocks`."""
+        raise NotImplementedError
 
     def settle_transformer(self, transformer: nn.Module) -> None:
         """Set right what a transformer of diffusers gets wrong in training. Most get nothing wrong.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import GeneratorFolder, ReleaseUse, usage_of
 from mindspeed_mm.fsdp.models.diffusion.latents import LatentScale, LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
@@ -125,6 +126,8 @@ class FamilyFacts:
     """What the pipelines call the number of frames."""
     rate_argument: ClassVar[str] = ""
     """What they call the frames per second; empty: they do not take the rate."""
+    draws_blocks: ClassVar[bool] = False
+    """Whether clips can be drawn in blocks of frames (`DiffusionAdapter.causal`)."""
     true_guidance: ClassVar[str] = "guidance_scale"
     """What the pipelines call the scale of classifier-free guidance."""
     guidance_by_default: ClassVar[bool] = False
@@ -204,8 +207,27 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
 
     @cached_property
     def usage(self) -> ReleaseUse:
-        """How the folder's release is used, see `diffusion/generator_folder.py`."""
-        return usage_of(self.uses, self.setting)
+        """How the folder's release is used, see `diffusion/generator_folder.py`; a student of few steps by what it was distilled
+        to."""
+        found, few = usage_of(self.uses, self.setting), self.few_steps
+        if few is None:
+            return found
+        scale = few.guidance if self.takes_guidance else self.guidance_off
+        return replace(found, steps=len(few.denoising_step_list), guidance=scale)
+
+    @property
+    def few_steps(self) -> FewSteps | None:
+        """What the transformer was distilled to; None: it is no student of few steps."""
+        return FewSteps.of_config(self.transformer_config, str(self.transformer_folder / "config.json"))
+
+    def note_few_steps(self, few: FewSteps | None) -> None:
+        """From now on the transformer is a student: its configuration says so, wherever it is written. None changes
+        nothing."""
+        if few is None:
+            return
+        self._changes |= few.as_config()
+        for derived in ("transformer_config", "usage"):
+            self.__dict__.pop(derived, None)
 
     @property
     def embeds_guidance(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
@@ -15,13 +16,14 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
+from mindspeed_mm.fsdp.models.diffusion.few_steps import CausalModel
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import GIVEN, ReleaseUse
 from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes, as_pil, by_settings, model_range
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE
+from mindspeed_mm.fsdp.models.wan.causal import CausalWan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -97,6 +99,7 @@ class WanAdapter(DiffusionAdapter):
     captions = CaptionRows(call=UNGUIDED)
     scale = BY_SETTINGS
     zeros = ("pos_embed",)
+    draws_blocks: ClassVar[bool] = True
 
     @property
     def text_tokens(self) -> int:
@@ -253,6 +256,16 @@ class WanAdapter(DiffusionAdapter):
             mask[:, -1, -1] = 1
         return mask
 
+    @override
+    def causal(self, model: nn.Module) -> CausalModel:
+        return CausalWan(model)
+
+    @override
+    def kept_of_blocks(self, tokens: int) -> int:
+        config = self.transformer_config
+        width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+        return 2 * int(config["num_layers"]) * tokens * width
+
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def pipeline_arguments(
@@ -297,6 +310,7 @@ class WanTokenTimeAdapter(WanAdapter):
     draws: ClassVar[frozenset[str]] = frozenset()
     one_by_one: ClassVar[frozenset[str]] = frozenset()
     streams: ClassVar[Mapping[str, str]] = {"condition_embedder.time*": "latents", **WanAdapter.streams}
+    draws_blocks: ClassVar[bool] = False
     memory_streams: ClassVar[tuple[str, ...]] = ("caption",)
     starts_with_frame = frozenset({"ti2v"})
 

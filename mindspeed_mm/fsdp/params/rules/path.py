@@ -22,6 +22,7 @@ _INPUTS: dict[str, type[MMError]] = {
     "data.dataset_param.basic_parameters.chat_template": DataError,
     "training.evaluate.data": DataError,
     "posttrain.reference.model_name_or_path": ModelFolderError,
+    "posttrain.dmd.critic_name_or_path": ModelFolderError,
     "training.load": CheckpointError,
     "training.lora.pretrained_lora_path": CheckpointError,
     "training.lora.frozen_adapters": CheckpointError,

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.params.posttrain_args import (
     PosttrainArguments,
     RolloutArguments,
 )
+from mindspeed_mm.fsdp.params.rules.distillation import distillation_problems, has_held_out
 
 _KEY = "posttrain"
 _OF_GENERATORS = "generation"
@@ -41,6 +42,8 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _of_the_reference(arguments)
     if posttrain.method == "dpo":
         yield from _of_pairs(arguments)
+    elif posttrain.method == "dmd":
+        yield from distillation_problems(arguments)
     else:
         yield from _of_samples(arguments)
 
@@ -97,7 +100,7 @@ def needs_reference(posttrain: PosttrainArguments) -> bool:
         return any(PAIR_LOSSES[name].has_reference for name in posttrain.dpo.loss_type)
     if posttrain.method == "grpo":
         return bool(posttrain.grpo.beta)
-    return posttrain.method == "nft" and bool(posttrain.nft.kl)
+    return posttrain.method == "dmd" or (posttrain.method == "nft" and bool(posttrain.nft.kl))
 
 
 def has_moving_reference(posttrain: PosttrainArguments) -> bool:
@@ -336,7 +339,7 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key="training.ema.enable",
             way_out="Leave it out, or set posttrain.nft.old_decay: 0, with which the policy itself draws the samples.",
         )
-    if training.val_interval and _has_held_out(arguments):
+    if training.val_interval and has_held_out(arguments):
         yield Problem(
             "held-out rows are measured by a loss on their answers, and posttrain.method: "
             f"{posttrain.method} trains on other ones",
@@ -363,11 +366,6 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(what, key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
     yield from _of_trajectories(posttrain)
     yield from _of_the_rollout(arguments, posttrain.rollout)
-
-
-def _has_held_out(arguments: Arguments) -> bool:
-    basic = arguments.data.dataset_param.basic_parameters
-    return (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None) != (None, None, None)
 
 
 def group_problem(arguments: Arguments) -> Problem:

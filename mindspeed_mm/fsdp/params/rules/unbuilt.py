@@ -71,6 +71,9 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     **_below("inference", {key: (value_at(_DEFAULTS, key),) for key in _INFERENCE}),
     "posttrain.rollout.weight_sync": ("disk",),
+    "posttrain.dmd.independent_first_frame": (False,),
+    "posttrain.dmd.gan_loss_weight": (0.0,),
+    "posttrain.dmd.regression_loss_weight": (0.0,),
     "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""

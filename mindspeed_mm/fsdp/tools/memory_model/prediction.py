@@ -96,6 +96,10 @@ class MemoryPrediction:
     reference: int = 0
     """Of the frozen model that the trained one is compared with, what lies on the device. It adds to the peak, for it
     stays from step to step, and to `resident`."""
+    critic: int = 0
+    """The same of a model that is trained beside, with its optimizer's state."""
+    blocks: int = 0
+    """Keys and values of finished blocks of frames, where a sample is drawn in blocks: kept until the backward pass."""
     misfit: str = ""
     """What the model's code said of tensors whose shapes do not fit one another, and where; empty where they do."""
     media_misfit: str = ""
@@ -105,7 +109,7 @@ class MemoryPrediction:
     @property
     def peak(self) -> int:
         """Most bytes held at once."""
-        return self.device_static + self.reference + sum(self.at_peak.values())
+        return self.device_static + self.reference + self.critic + self.blocks + sum(self.at_peak.values())
 
     @property
     def parameters(self) -> int:
@@ -146,6 +150,8 @@ class MemoryPrediction:
                 "optimizer": self.static.optimizer,
                 "copy of the weights": self.static.average,
                 "frozen reference": self.reference,
+                "critic": self.critic,
+                "keys and values of blocks": self.blocks,
             }
         )
         for label, size in self.at_peak.items():

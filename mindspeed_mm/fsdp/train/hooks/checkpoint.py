@@ -125,7 +125,9 @@ class CheckpointHook(Hook):
             with engine.phase("save", self._training.save_timeout_s):
                 self._guarded(
                     engine,
-                    lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state, engine.ema),
+                    lambda: self._manager.save(
+                        engine.iteration, engine.model, engine.optimizer, state, engine.ema, engine.critic
+                    ),
                 )
                 if (saves := self._hugging_face) is not None:
                     self._guarded(engine, lambda: self._save_for_others(engine, saves))

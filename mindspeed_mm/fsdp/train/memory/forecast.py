@@ -30,7 +30,8 @@ from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
-from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units
+from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units, state_bytes, static_part
+from mindspeed_mm.fsdp.train.distillation.critic_start import critic_start, told_of_critic
 from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -120,13 +121,16 @@ def _forecast(
         whole=whole,
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
-    on_device, on_host = reference, prediction.on_host
-    if arguments.parallel.fsdp_plan.cpu_offload and device_type != "cpu":
-        on_device, on_host = 0, on_host + reference
+    critic = critic_bytes(arguments, plan.parallel.sizes, prediction.gradients)
+    on_host = prediction.on_host
+    if is_on_host := arguments.parallel.fsdp_plan.cpu_offload and device_type != "cpu":
+        on_host += reference + critic
     return replace(
         prediction,
-        reference=on_device,
-        resident=prediction.resident + reference,
+        reference=0 if is_on_host else reference,
+        critic=0 if is_on_host else critic,
+        blocks=blocks_bytes(arguments, outline.adapter, batch),
+        resident=prediction.resident + reference + critic,
         on_host=on_host,
         approximations=(*prediction.approximations, *notes),
     )
@@ -178,12 +182,51 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
     """
     if reference_kind(arguments) != "frozen" or has_moving_reference(arguments.posttrain):
         return 0
-    start = reference_start(arguments)
     outline = reference_outline(arguments)
     outline.model.requires_grad_(False)
+    set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
+    plan = resolve_plan(outline, reference_start(arguments), sizes, trains=False)
+    return _held_bytes(outline, plan, arguments)
+
+
+def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> int:
+    """Bytes of a distillation's critic: its shards and the state of its optimizer, the units that stay gathered behind
+    its forward pass, and by how much its gradients are more than the student's, which are not there at the same time. 0
+    where there is none.
+
+    Args:
+        arguments: The configuration.
+        sizes: Of the ranks.
+        gradients: Bytes of the student's.
+
+    Raises:
+        MMError: It cannot be built.
+    """
+    if arguments.posttrain.method != "dmd":
+        return 0
+    start = critic_start(arguments)
+    with told_of_critic(arguments):
+        outline = build_outline(start)
+        plan = resolve_plan(outline, start, sizes)
+    units = held_units(outline.model, plan.parallel)
+    static = static_part(units, partial(state_bytes, training=start.training, matrices=()), averages=False)
+    return _held_bytes(outline, plan, arguments) + static.optimizer + max(0, static.gradients - gradients)
+
+
+def blocks_bytes(arguments: Arguments, adapter: Any, batch: Batch) -> int:
+    """Bytes of the keys and values of finished blocks of frames; 0 where samples are drawn at once."""
+    size = arguments.posttrain.dmd.num_frame_per_block
+    if arguments.posttrain.method != "dmd" or size is None:
+        return 0
+    rows, *shape = batch["latents"].shape
+    finished = (shape[0], max(0, shape[1] - size), *shape[2:])
+    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    return int(rows * adapter.kept_of_blocks(adapter.geometry.tokens(finished)) * compute.itemsize)
+
+
+def _held_bytes(outline: Outline, plan: ModelPlan, arguments: Arguments) -> int:
+    """Of a model's shards, its buffers, and the units that stay gathered when no backward pass follows."""
     compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
-    set_dtypes(outline.model, compute)
-    plan = resolve_plan(outline, start, sizes, trains=False)
     units = held_units(outline.model, plan.parallel)
     reshards = plan.parallel.sharding.section.reshard_after_forward is not False
     held = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())

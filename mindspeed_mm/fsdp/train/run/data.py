@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.params.rules.distillation import micro_batches_of_step
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
@@ -131,7 +132,7 @@ def build_loader(arguments: Arguments, share: DataShare, dataset: MMDataset, pac
         arguments.data.dataloader_param,
         packs=packs,
         micro_batch_size=training.micro_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        gradient_accumulation_steps=micro_batches_of_step(arguments),
         dp_rank=share.rank,
         dp_size=share.ranks,
         seed=training.seed,

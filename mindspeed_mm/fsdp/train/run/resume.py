@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
+from mindspeed_mm.fsdp.checkpoint.tree import TrainedBeside
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
@@ -62,12 +63,23 @@ class ResumePoint:
         """The step that the run goes on after."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> LoopState | None:
-        """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None = None,
+        beside: TrainedBeside | None = None,
+    ) -> LoopState | None:
+        """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0. What
+        is trained beside the model goes on with it; a run that starts at step 0 leaves it as it is."""
         if self.checkpoint is None or self.reader is None:
             return None
-        state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
+        with_optimizer = optimizer if self.with_optimizer else None
+        own = None if self.weights_only else beside
+        state = self.reader.load(self.checkpoint, model, with_optimizer, ema, own)
         take_from_base(model)
+        if own is not None:
+            take_from_base(own.model)
         return None if self.weights_only else self._checked(state)
 
     def read_loop_state(self) -> LoopState | None:

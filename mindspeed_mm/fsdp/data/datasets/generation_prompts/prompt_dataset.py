@@ -142,7 +142,7 @@ class PromptDataset(MMDataset):
         if self._for_rollouts:
             return DrawnPrompt(sample_id=f"{prompt.place} epoch {epoch}", row=index, prompt=prompt)
         pixels = torch.zeros(3, self.size.frames, self.size.height, self.size.width, dtype=torch.uint8)
-        return {"sample_id": prompt.place, "epoch": 0, "caption": prompt.text, "pixels": pixels, "fps": None}
+        return {"sample_id": prompt.place, "epoch": epoch, "caption": prompt.text, "pixels": pixels, "fps": None}
 
     def place(self, index: int) -> str:
         """Where prompt `index` comes from."""

@@ -1,0 +1,100 @@
+"""How a student of few steps draws: its noise levels, and of clips its blocks of frames. It stands in the configuration
+of the student's transformer, under a key that diffusers passes over, so that whoever samples from the folder finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindspeed_mm.core.errors import ModelFolderError
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.argument import Arguments
+
+FEW_STEPS = "_few_steps"
+"""Key of `transformer/config.json`."""
+
+
+@dataclass(frozen=True)
+class FewSteps:
+    """What a student was distilled to."""
+
+    denoising_step_list: tuple[int, ...]
+    """Noise levels before the shift, in thousandths: from 1000 down."""
+    shift: float | str | None
+    """Of the noise levels: a number, `resolution`, or None for that of the folder's scheduler."""
+    guidance: float
+    """What a transformer that takes guidance as an input is told."""
+    num_frame_per_block: int | None = None
+    """Latent frames that are drawn together; None: all."""
+    context_noise: int = 0
+    """Noise of finished blocks, in thousandths."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], where: str) -> FewSteps | None:
+        """What a transformer's configuration says; None: it is no student.
+
+        Raises:
+            ModelFolderError: It says something else than this version knows.
+        """
+        stored = config.get(FEW_STEPS)
+        if stored is None:
+            return None
+        try:
+            found = cls(**stored)
+            return cls(**{**asdict(found), "denoising_step_list": tuple(map(int, found.denoising_step_list))})
+        except (TypeError, ValueError) as error:
+            raise ModelFolderError(
+                f"'{FEW_STEPS}' cannot be read: {error}", where=where, way_out="Export the student again."
+            ) from error
+
+    @classmethod
+    def of_run(cls, arguments: Arguments) -> FewSteps | None:
+        """What a run distils its model to; None: it does not.
+
+        Args:
+            arguments: The whole configuration.
+        """
+        dmd, diffusion = arguments.posttrain.dmd, arguments.training.diffusion
+        if arguments.posttrain.method != "dmd":
+            return None
+        shift = diffusion.shift if dmd.timestep_shift is None else dmd.timestep_shift
+        return cls(dmd.denoising_step_list, shift, diffusion.guidance, dmd.num_frame_per_block, dmd.context_noise)
+
+    def as_config(self) -> dict[str, Any]:
+        """The entry of a transformer's configuration that says this."""
+        return {FEW_STEPS: asdict(self)}
+
+    def levels(self, shift: float) -> tuple[float, ...]:
+        """Noise levels of the steps, from 1 down: s u / (1 + (s − 1) u).
+
+        Args:
+            shift: s, of the size of the sample.
+        """
+        shares = [step / 1000 for step in self.denoising_step_list]
+        return tuple(shift * share / (1.0 + (shift - 1.0) * share) for share in shares)
+
+    def blocks(self, frames: int) -> list[tuple[int, int]]:
+        """First latent frame of each block, and the one behind its last: whole blocks, in turn."""
+        size = self.num_frame_per_block or frames
+        return [(first, first + size) for first in range(0, frames, size)]
+
+
+class CausalModel(Protocol):
+    """A transformer whose blocks of frames see the blocks before, through keys and values that are kept of them."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, one batch of samples is drawn; nothing is kept yet."""
+        ...
+
+    def block(self, first_frame: int, *, keeps: bool = False) -> AbstractContextManager[None]:
+        """Inside, the transformer is called with the frames from this one on.
+
+        Args:
+            first_frame: Its number among the latent frames.
+            keeps: Keep keys and values of the call for later blocks. Calls that keep have no gradients.
+        """
+        ...

@@ -1,0 +1,121 @@
+"""Rules between the keys of `posttrain.dmd` and of what it goes together with; how many micro-batches a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+_KEY = "posttrain.dmd"
+_BLOCK_KEYS = ("same_step_across_blocks", "context_noise")
+"""Keys of `posttrain.dmd` that act on blocks of frames alone."""
+
+
+def micro_batches_of_step(arguments: Arguments) -> int:
+    """Micro-batches that a rank takes from the data in an optimizer step: with `dmd`, those of the critic's updates,
+    too."""
+    accumulation = arguments.training.gradient_accumulation_steps
+    if arguments.posttrain.method != "dmd":
+        return accumulation
+    return accumulation * (arguments.posttrain.dmd.dfake_gen_update_ratio + 1)
+
+
+def has_held_out(arguments: Arguments) -> bool:
+    """Whether the configuration names rows that are not trained on."""
+    basic = arguments.data.dataset_param.basic_parameters
+    return (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None) != (None, None, None)
+
+
+def distillation_problems(arguments: Arguments) -> Iterator[Problem]:
+    """What `posttrain.method: dmd` cannot do as the configuration stands."""
+    yield from _of_levels(arguments)
+    yield from _of_training(arguments)
+    yield from _of_the_plan(arguments)
+    if arguments.posttrain.reference.sync_steps:
+        yield Problem(
+            f"{arguments.posttrain.reference.sync_steps}, but a teacher does not follow its student",
+            key="posttrain.reference.sync_steps",
+            way_out="Leave it out.",
+        )
+
+
+def _of_levels(arguments: Arguments) -> Iterator[Problem]:
+    dmd = arguments.posttrain.dmd
+    low, high = dmd.score_range
+    if not 0 < low < high < 1:
+        yield Problem(
+            f"[{low:g}, {high:g}] is not a range of noise levels within 0 and 1",
+            key=f"{_KEY}.score_range",
+            way_out="Give two numbers, the smaller one first, e.g. [0.02, 0.98].",
+        )
+    if dmd.num_frame_per_block is None:
+        for name in _BLOCK_KEYS:
+            if dmd[name] != type(dmd).model_fields[name].default:
+                yield Problem(
+                    f"{dmd[name]} has no effect: posttrain.dmd.num_frame_per_block is null",
+                    key=f"{_KEY}.{name}",
+                    way_out="Leave it out, or set num_frame_per_block.",
+                )
+
+
+def _of_training(arguments: Arguments) -> Iterator[Problem]:
+    training, diffusion = arguments.training, arguments.training.diffusion
+    own: dict[str, object] = {
+        "caption_dropout": diffusion.caption_dropout or None,
+        "prior_loss_weight": diffusion.prior_loss_weight,
+        "sigma_range": diffusion.sigma_range,
+        "snr_gamma": diffusion.snr_gamma,
+        "timestep_density": diffusion.timestep_density,
+        "loss_weighting": diffusion.loss_weighting if diffusion.loss_weighting != "none" else None,
+    }
+    for name, value in own.items():
+        if value is not None:
+            yield Problem(
+                f"{value} is for supervised training, and posttrain.method: dmd has its own losses",
+                key=f"training.diffusion.{name}",
+                way_out="Leave it out.",
+            )
+    if arguments.model.train_from_scratch:
+        yield Problem(
+            "true, but a student and its critic start from a model that draws",
+            key="model.train_from_scratch",
+            way_out="Set it to false, and name the teacher's folder or a student's.",
+        )
+    if training.val_interval and has_held_out(arguments):
+        yield Problem(
+            "held-out rows are measured by a loss on them, and posttrain.method: dmd trains on the student's samples",
+            key="training.val_interval",
+            way_out="Set it to 0; training.sampling shows samples while training.",
+        )
+
+
+def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:
+    parallel, plan = arguments.parallel, arguments.parallel.fsdp_plan
+    spread = ("pipeline_parallel_size", "tensor_parallel_size", "ulysses_parallel_size", "ring_attention_size")
+    for name in spread:
+        if (size := parallel[name]) > 1:
+            yield Problem(
+                f"{size}, but posttrain.method: dmd spreads its three models by parallel.fully_shard_parallel_size "
+                "alone",
+                key=f"parallel.{name}",
+                way_out="Set it to 1.",
+            )
+    if "fp16" in (plan.param_dtype, plan.reduce_dtype):
+        yield Problem(
+            "fp16 needs a loss scale, and posttrain.method: dmd trains two models",
+            key="parallel.fsdp_plan.param_dtype",
+            way_out="Set it to bf16 or fp32.",
+        )
+    if arguments.features.enable_gradient_offload:
+        yield Problem(
+            "true, but posttrain.method: dmd clips the gradients of two models on their device",
+            key="features.enable_gradient_offload",
+            way_out="Leave it out.",
+        )
+    if arguments.posttrain.dmd.num_frame_per_block is not None and arguments.features.compile is True:
+        yield Problem(
+            "true, but blocks of frames see a growing number of frames, for each of which graphs would be compiled",
+            key="features.compile",
+            way_out="Leave it out, or leave posttrain.dmd.num_frame_per_block out.",
+        )

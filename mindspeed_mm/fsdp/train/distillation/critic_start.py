@@ -1,0 +1,53 @@
+"""What the critic of a distillation is built of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from mindspeed_mm.core.errors import Problem, told_as
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+
+CRITIC_KEY = "posttrain.dmd.critic_name_or_path"
+
+
+def critic_folder(arguments: Arguments) -> str | None:
+    """The folder that the critic starts from; None: the student's, as its training starts."""
+    return arguments.posttrain.dmd.critic_name_or_path or arguments.posttrain.reference.model_name_or_path
+
+
+def critic_start(arguments: Arguments) -> Arguments:
+    """The configuration of the student, as that of its critic."""
+    dmd, training, folder = arguments.posttrain.dmd, arguments.training, critic_folder(arguments)
+    given = {"model_name_or_path": folder} if folder else {}
+    adapts = training.lora.enable if dmd.critic_lora is None else dmd.critic_lora
+    lora = LoraArguments()
+    if adapts:
+        own = {"enable": True, "pretrained_lora_path": None, "frozen_adapters": ()}
+        lora = training.lora.model_copy(update=own)
+    changed = {
+        "lora": lora,
+        "lr": dmd.lr_critic or training.lr,
+        "adam_beta1": training.adam_beta1 if dmd.beta1_critic is None else dmd.beta1_critic,
+        "adam_beta2": training.adam_beta2 if dmd.beta2_critic is None else dmd.beta2_critic,
+    }
+    return arguments.model_copy(
+        update={
+            "model": arguments.model.model_copy(update=given),
+            "training": training.model_copy(update=changed),
+        }
+    )
+
+
+@contextmanager
+def told_of_critic(arguments: Arguments) -> Iterator[None]:
+    """What is wrong with a folder of the critic's own is told under the key that names it."""
+    has_own = arguments.posttrain.dmd.critic_name_or_path is not None
+
+    def with_key(problem: Problem) -> Problem:
+        return replace(problem, key=CRITIC_KEY) if has_own and problem.key == "model.model_name_or_path" else problem
+
+    with told_as(with_key):
+        yield
