@@ -20,8 +20,7 @@ from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes,
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
