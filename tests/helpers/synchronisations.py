@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.ops.host_values import carry_host_values
-from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
+from mindspeed_mm.fsdp.ops.host_values import carry_facts, carry_host_values
 from mindspeed_mm.fsdp.train import train_engine
 
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}

@@ -24,9 +24,8 @@ from torch import nn
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.ops.flash_sinks import flash_with_sinks
 from mindspeed_mm.fsdp.ops.forward_stack import Kwargs
-from mindspeed_mm.fsdp.ops.host_values import host_values, outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import facts_of_this_call, host_values, outside_graphs, read_facts
 from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, need_of
-from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
 from mindspeed_mm.fsdp.ops.windowed_attention import attend_in_blocks, pays_off, window_mask
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at

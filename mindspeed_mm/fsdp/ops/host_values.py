@@ -1,7 +1,9 @@
-"""Numbers of small tensors on a device that the host has to know: document borders, grids of patches, rows of experts.
+"""Numbers of small tensors on a device that the host has to know: document borders, grids of patches, rows of experts,
+and what attention masks hide.
 
 Reading them there makes the host wait until the device has done all that it was given. What the host knew before a
-batch went over travels with the moved tensors; everything else is read once a tensor, however many layers ask.
+batch went over travels with the moved tensors; everything else is read once a tensor, however many layers ask. While a
+model's call runs, whoever makes masks can ask for the facts of its mask.
 
 No compiler may look into functions that read sizes from the device, or talk to other ranks: torch.compile would cut its
 graph at the reading, and compile again for every number read. Functions marked by `outside_graphs` run as they are,
@@ -12,11 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
 from mindspeed_mm.fsdp.utils.device import copied_to
 
 _VALUES = "_mm_host_values"
@@ -81,3 +86,59 @@ def draw_graph_borders() -> None:
     """Keep the compiler out of all marked functions. May be called again."""
     for call in _MARKED:
         call.runs = torch.compiler.disable(call.__wrapped__)  # it imports the compiler: not before one is asked for
+
+
+_KEY = "attention_mask"
+_FACTS = "_mm_facts"
+
+
+class MaskFacts(NamedTuple):
+    """Of a (B, T) mask."""
+
+    shape: torch.Size
+    is_right_padded: bool
+    """Every row is ones, then zeros."""
+    ones: int
+
+
+_OF_THIS_CALL: ContextVar[MaskFacts | None] = ContextVar("mask_facts", default=None)
+
+
+def read_facts(mask: torch.Tensor) -> MaskFacts:
+    """Those of a mask; the host waits for one that lies on a device."""
+    seen = mask.bool()
+    padded = seen[:, :1].all() & (seen[:, 1:] <= seen[:, :-1]).all()
+    return MaskFacts(mask.shape, bool(padded.item()), int(seen.sum()))
+
+
+def carry_facts(host: Batch, moved: Batch) -> None:
+    """Let a moved batch's mask bring along what the host's says."""
+    mask = host.get(_KEY)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        setattr(moved[_KEY], _FACTS, read_facts(mask))
+
+
+def mask_facts_of(mask: torch.Tensor) -> MaskFacts | None:
+    """What a moved mask brought along."""
+    return getattr(mask, _FACTS, None)
+
+
+def facts_of_this_call(mask: torch.Tensor) -> MaskFacts | None:
+    """Facts of the mask that the model was called with, for one that the library made of it."""
+    facts = _OF_THIS_CALL.get()
+    return facts if facts is not None and facts.shape == mask.shape else None
+
+
+def tell_facts(model: nn.Module) -> None:
+    """Let the facts that came with a mask be found while the model runs on it."""
+    model.register_forward_pre_hook(_begin, with_kwargs=True)
+    model.register_forward_hook(_end, always_call=True)
+
+
+def _begin(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
+    mask = kwargs.get(_KEY)
+    _OF_THIS_CALL.set(mask_facts_of(mask) if isinstance(mask, torch.Tensor) else None)
+
+
+def _end(_model: nn.Module, _args: object, _output: object) -> None:
+    _OF_THIS_CALL.set(None)

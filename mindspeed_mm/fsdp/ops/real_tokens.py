@@ -8,7 +8,7 @@ from torch import nn
 from mindspeed_mm.fsdp.ops.attention import PADDING_KEY
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
-from mindspeed_mm.fsdp.ops.mask_facts import mask_facts_of
+from mindspeed_mm.fsdp.ops.host_values import mask_facts_of
 
 
 class RealTokens:

@@ -30,8 +30,7 @@ from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
-from mindspeed_mm.fsdp.ops.host_values import carry_host_values
-from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
+from mindspeed_mm.fsdp.ops.host_values import carry_facts, carry_host_values
 from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.clip_grad import NormAverage, clip_grads_, grad_norm, unscale_grads_
 from mindspeed_mm.fsdp.optimizer.ema import Ema

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS
+from mindspeed_mm.fsdp.data.data_utils.rows.turns import MARKS
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample, Unread
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from mindspeed_mm.tasks.data import check

@@ -10,7 +10,6 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
-from mindspeed_mm.fsdp.data.data_utils.rows.marks import check_row_marks
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
 from mindspeed_mm.fsdp.data.data_utils.rows.messages import (
     add_messages,
@@ -27,7 +26,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
     text_of,
     wrong_field,
 )
-from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
+from mindspeed_mm.fsdp.data.data_utils.rows.turns import check_row_marks, read_tools
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, check_turns, options_of
 
 

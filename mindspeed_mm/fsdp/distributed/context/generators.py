@@ -24,8 +24,8 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, attend_to_whole
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import Along, SamplePlan, Streams
-from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, IMAGE, ContextShare
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, Along, SamplePlan, Streams
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs, function_with
 from mindspeed_mm.fsdp.ops.skiparse import Attend, SkiparseSets, skiparse_attention
 

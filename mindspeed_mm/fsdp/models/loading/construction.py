@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.models.loading.folder import (
 )
 from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.ops.attention import register_attention
-from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
+from mindspeed_mm.fsdp.ops.host_values import tell_facts
 from mindspeed_mm.fsdp.params.cards import id_in_folder
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 from mindspeed_mm.fsdp.utils.plugins import call_plugin

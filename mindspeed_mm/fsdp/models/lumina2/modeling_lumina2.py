@@ -13,8 +13,7 @@ from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, UNGUIDED, CaptionRows, own_rows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import BOTH, IMAGE
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes,
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, MASK, MASKED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE, TEXT
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

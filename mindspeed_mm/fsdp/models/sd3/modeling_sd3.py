@@ -10,8 +10,7 @@ from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
 from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, POOLED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import IMAGE, TEXT
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

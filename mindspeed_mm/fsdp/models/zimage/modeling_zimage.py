@@ -14,8 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
 from mindspeed_mm.fsdp.models.diffusion.latents import LatentSizes
 from mindspeed_mm.fsdp.models.diffusion.text_rows import MASKED, UNGUIDED, CaptionRows
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
-from mindspeed_mm.fsdp.ops.context_attention.share import BOTH, IMAGE
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text
+from mindspeed_mm.fsdp.data.data_utils.rows.turns import read_call_text
 
 BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL = "<think>", "</think>", "<tool_call>"
 PieceKind = Literal["thoughts", "words"]

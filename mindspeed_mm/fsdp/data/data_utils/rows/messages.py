@@ -20,7 +20,6 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import CALL, PAIRS, RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, trains_asked, weight_of
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import (
     OF_TURNS,
     read_parts,
@@ -38,8 +37,8 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
     text_of,
     wrong_field,
 )
-from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.rows.transcripts import turns_of_texts
+from mindspeed_mm.fsdp.data.data_utils.rows.turns import MARKS, read_call_text, read_calls, trains_asked, weight_of
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, Unread
 
 _TAGS = (("role", "content"), ("from", "value"))
