@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -23,10 +24,11 @@ def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
     stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one. No
     test cuts the power: the disk need not be waited for, a tenth of a second at every small run. Nor does the user's
-    cache take what tests hash."""
+    cache take what tests hash, or a stream what libraries log (`helpers/logged.py` keeps it)."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.fsync = lambda descriptor: None
     kept_hashes.user_cache = functools.wraps(kept_hashes.user_cache)(lambda: None)
+    logging.root.addHandler(logging.NullHandler())
     collect_rarely()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from mindspeed_mm.core import kept_hashes
 from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.kept_hashes import kept_sha256
 from tests.helpers.distributed import run_ranks
+from tests.helpers.logged import logged
 
 CONTENT = b"some rows\n" * 50
 SHA = hashlib.sha256(CONTENT).hexdigest()
@@ -169,20 +171,20 @@ def test_a_damaged_entry_is_made_again(
 @pytest.mark.parametrize("home", ["a file", "no place", "no home"])
 def test_where_nothing_can_be_kept_it_works_without(
     home: str, rows: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(kept_hashes, "user_cache", kept_hashes.user_cache.__wrapped__)  # type: ignore[attr-defined]
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", {"a file": str(tmp_path / "file"), "no place": "/proc/none"}.get(home, ""))
     if home == "no home":
         monkeypatch.setattr(Path, "home", _no_home)
-    with caplog.at_level("DEBUG"):
+    with logged(logging.DEBUG) as records:
         for _ in range(2):
             started_again()
             assert kept_sha256(rows) == SHA
     assert read == [rows, rows]
-    assert {record.levelname for record in caplog.records} <= {"DEBUG"}
-    assert (home == "no home") == (not caplog.records)
+    assert {record.levelname for record in records} <= {"DEBUG"}
+    assert (home == "no home") == (not records)
     assert not recwarn.list and capfd.readouterr() == ("", "")
 
 

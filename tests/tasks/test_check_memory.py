@@ -17,6 +17,7 @@ from mindspeed_mm.cli.check import command
 from mindspeed_mm.fsdp.utils import device
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.check import check
+from tests.helpers.logged import logged
 from tests.helpers.released_rows import ROWS, write_run
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -105,7 +106,7 @@ class Misfit(Qwen3VLForConditionalGeneration):
 
 
 def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_register, "_entries", dict(model_register._entries))
     monkeypatch.setattr(model_register, "_config_keys", dict(model_register._config_keys))
@@ -114,11 +115,12 @@ def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
     yaml = make_tiny_run(tmp_path)
     (tmp_path / "misfitting.py").write_text(MISFIT)
     assert not check.run(yaml).warnings
-    result = check.run(yaml, ["training.plugin=[misfitting.py]", "model.model_id=misfit"])
+    with logged() as records:
+        result = check.run(yaml, ["training.plugin=[misfitting.py]", "model.model_id=misfit"])
     (warning,) = result.warnings
     assert warning.startswith("the model's code fails on the first batch, as training may: ")
     assert "(misfitting.py:10)" in warning
-    assert not [record for record in caplog.records if record.name.startswith("torch")]
+    assert not [record for record in records if record.name.startswith("torch")]
 
 
 def test_a_processor_that_writes_other_numbers_of_tokens_than_the_model_makes_features_is_a_problem(

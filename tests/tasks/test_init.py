@@ -52,6 +52,11 @@ def forecasts(monkeypatch: pytest.MonkeyPatch, peak: Callable[[Way], float]) -> 
     return asked
 
 
+def every_way_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the settings of rows and folders are what is tested: `mm check` is asked about what is written."""
+    monkeypatch.setattr(init, "_peak", lambda *_: GIB)
+
+
 def test_what_is_written_passes_the_check_and_trains(model: Path, work: Path) -> None:
     said = mm("init", "--model", str(model), "--data", "data/rows.jsonl", "--gpu", "24", "--json")
     assert said.code == 0, said.err
@@ -192,7 +197,10 @@ def basics_of(yaml_file: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_folder_without_a_chat_template_gets_one_with_its_tokens(model: Path, work: Path) -> None:
+def test_a_folder_without_a_chat_template_gets_one_with_its_tokens(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_way_fits(monkeypatch)
     base = without_template(work / "base", model)
     said = mm("init", "--model", "base", "--data", "data/rows.jsonl", "--gpu", "24")
     assert said.code == 0, said.err
@@ -206,8 +214,11 @@ def test_a_folder_without_a_chat_template_gets_one_with_its_tokens(model: Path, 
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_documents_are_pre_trained_on(model: Path, work: Path, has_template: bool) -> None:
+def test_documents_are_pre_trained_on(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch, has_template: bool
+) -> None:
     """Also where the folder has a chat template: such rows have no turns."""
+    every_way_fits(monkeypatch)
     folder = model if has_template else without_template(work / "base", model)
     long = " ".join(map(str, range(3000)))
     rows = [{"text": f"{n} is a number."} for n in range(20)] + [{"text": long}]
@@ -226,12 +237,16 @@ def test_documents_are_pre_trained_on(model: Path, work: Path, has_template: boo
     assert checked.code == 4 and "truncation=split cuts documents into pieces" in checked.out
 
 
-def test_documents_and_conversations_together_are_no_documents(model: Path, work: Path) -> None:
+def test_documents_and_conversations_together_are_no_documents(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_way_fits(monkeypatch)
     write_text_turns(work / "mixed.jsonl")
     rows = json.dumps({"text": "seven is a number."}) + "\n" + (work / "mixed.jsonl").read_text()
     (work / "mixed.jsonl").write_text(rows)
     assert mm("init", "--model", str(model), "--data", "mixed.jsonl", "--gpu", "24").code == 0
     assert "stage" not in basics_of(work / "run.yaml")
+    assert mm("check", "run.yaml").code == 0
 
 
 def write_text_turns(path: Path) -> None:
@@ -262,8 +277,10 @@ def test_pictures_that_no_format_writes_are_refused_with_what_can_be_given(
     assert "--model" in said.err and f"{BASIC}.chat_template=FILE" in said.err
     (jinja,) = model.glob("chat_template*.jinja")
     words = ["--model", str(base), "--data", "data/rows.jsonl", "--gpu", "24", f"{BASIC}.chat_template={jinja}"]
+    every_way_fits(monkeypatch)
     assert mm("init", *words).code == 0 and "template" not in basics_of(work / "run.yaml")
     assert basics_of(work / "run.yaml")["chat_template"] == str(jinja)
+    assert mm("check", "run.yaml").code == 0
 
 
 # --- keys beside the options ------------------------------------------------------------------------------------------
@@ -305,7 +322,7 @@ def test_keys_that_are_chosen_here_are_refused_with_the_option(
     assert not (work / "run.yaml").exists()
 
 
-def test_a_key_that_a_problem_names_can_be_given(model: Path, work: Path) -> None:
+def test_a_key_that_a_problem_names_can_be_given(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a column that no format knows."""
     turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
     (work / "named.jsonl").write_text((json.dumps({"talk": turns}) + "\n") * 20)
@@ -313,5 +330,6 @@ def test_a_key_that_a_problem_names_can_be_given(model: Path, work: Path) -> Non
     said = mm(*words)
     key = "data.dataset_param.attr.messages"
     assert said.code != 0 and key in said.err
+    every_way_fits(monkeypatch)
     assert mm(*words, f"{key}=talk").code == 0
     assert mm("check", "run.yaml").code == 0

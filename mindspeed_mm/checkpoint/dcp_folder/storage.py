@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
 from torch.utils.serialization import config
 
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
@@ -28,6 +30,9 @@ Writer = TypeVar("Writer", bound=FileSystemWriter)
 Tree = dict[str, dict[str, torch.Tensor]]
 """`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}, "ema": {name: tensor}}`, the last with
 `training.ema` only. Tensors only: anything else would be stored as a pickle."""
+
+_SMALL_BYTES = 1 << 16
+"""Most bytes of a tensor that is put together in memory before it is written."""
 
 
 class _TruthfulFileSystem(FileSystem):
@@ -55,6 +60,40 @@ class _HashingFileSystem(FileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _InOnePiece(io.BytesIO):
+    """What `torch.save` writes of a small tensor, in forty pieces; it goes into the file when it is closed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+
+    def close(self) -> None:
+        """Write it, once; not into a file that an error has closed."""
+        if not (self.closed or self._file.closed):
+            self._file.write(self.getvalue())
+        super().close()
+
+
+class _SmallInOnePiece:
+    """Stands for `FileSystemWriter.transforms`, which makes a class for every tensor and hands each piece on by itself,
+    through two calls of Python: half the time of saving small tensors.
+
+    Args:
+        others: The writer's own, for tensors that are not small: they are not copied.
+    """
+
+    def __init__(self, others: Any) -> None:
+        self._others = others
+
+    def transform_save_stream(self, item: WriteItem, file: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        """What an item is written into, and how it is changed on the way: not at all."""
+        data = item.tensor_data
+        if data is None or math.prod(data.chunk.sizes) * data.properties.dtype.itemsize > _SMALL_BYTES:
+            made: tuple[IO[bytes], list[str]] = self._others.transform_save_stream(item, file)
+            return made
+        return _InOnePiece(file), []
 
 
 class _NamingFileSystem(FileSystem):
@@ -94,6 +133,7 @@ def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
     """
     writer = FileSystemWriter(folder, sync_files=False)  # ours are forced to the disk when they are closed
     writer.fs = files = _HashingFileSystem()
+    writer.transforms = _SmallInOnePiece(writer.transforms)  # type: ignore[assignment]
     with plain_errors(folder), config.patch("save.compute_crc32", False):  # five times as slow as our own hash
         dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     return files.records

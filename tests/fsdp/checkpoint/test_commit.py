@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.utils.serialization import config
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.storage import _SMALL_BYTES, write_tree
 from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.core.hashed_file import FileRecord
 from mindspeed_mm.fsdp.checkpoint import commit, manager
@@ -66,6 +69,24 @@ def test_only_tensors_are_stored_and_ties_once(tmp_path: Path) -> None:
     assert "model.scratch" not in index
     assert index["model.frozen.weight"].properties.dtype == torch.bfloat16
     assert "optimizer.state.block.0.weight.exp_avg" in index
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
+    """To the byte, on both sides of the size to which a tensor is written in one piece, and where it is none."""
+    torch.manual_seed(0)
+    edge = _SMALL_BYTES // 4
+    tensors = {str(count): torch.randn(count) for count in (0, 1, 7, edge - 1, edge, edge + 1, 3 * edge)}
+    tensors |= {"flags": torch.tensor([True, False]), "halves": torch.randn(3, 5).bfloat16(), "number": torch.tensor(2)}
+    ours, torchs = tmp_path / "ours", tmp_path / "torchs"
+    records = write_tree({"model": tensors}, ours, Ranks())
+    with config.patch("save.compute_crc32", False):
+        dcp.save({"model": tensors}, checkpoint_id=torchs, no_dist=True)
+    assert names(ours) == names(torchs) == [".metadata", "__0_0.distcp"]
+    written = (ours / "__0_0.distcp").read_bytes()
+    assert written == (torchs / "__0_0.distcp").read_bytes()
+    assert records["__0_0.distcp"].size == len(written)
+    assert verify_files(ours, records, "hash") == []
 
 
 def test_optimizer_and_generators_can_be_left_out_and_weights_cast(tmp_path: Path) -> None:

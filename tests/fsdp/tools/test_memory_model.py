@@ -26,6 +26,7 @@ from mindspeed_mm.tasks.check import check
 from tests.families import test_conditioned_generators as conditioned
 from tests.families import test_generators as generators
 from tests.helpers.distributed import run_ranks
+from tests.helpers.logged import logged
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.plan_matrix import PLANS, cells
 from tests.helpers.planned_memory import MAKERS, peaks
@@ -229,12 +230,11 @@ TP = "parallel.tensor_parallel_size=2"
 
 
 @pytest.mark.edge("R7")
-def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = check.run(make_tiny_run(tmp_path), [TP], nproc=2)
+def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(tmp_path: Path) -> None:
+    with logged() as records:
+        result = check.run(make_tiny_run(tmp_path), [TP], nproc=2)
     assert not result.warnings and result.predicted_memory["peak_bytes"]
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert [record.getMessage() for record in records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.edge("R7")

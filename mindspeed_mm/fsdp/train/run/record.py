@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
@@ -246,6 +247,7 @@ def environment() -> dict[str, object]:
     }
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
