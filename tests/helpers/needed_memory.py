@@ -72,7 +72,7 @@ def asked_of(card: ModelCard, hub: str, method: Method, folder: Path) -> tuple[A
         "model": {"model_name_or_path": str(folder)}, "features": {"recompute": True}, "training": {"save": None},
     }  # fmt: skip
     arguments = load_config(merged(smallest(card, method), changes)).arguments
-    batch = _sample(card) if card.generates else _row(json.loads((folder / "config.json").read_text()))
+    batch = _sample(card) if card.generates else _row(card, json.loads((folder / "config.json").read_text()))
     return arguments, batch
 
 
@@ -89,9 +89,9 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
         config = dict(_records()[_record_name(hub)]["config"])
         config.pop("quantization_config", None)
         row = ROWS.get(card.name)
-        if config["model_type"] == "internvl_chat":
+        if config["model_type"] in ("internvl_chat", "chameleon"):
             config = as_trained(config)  # the same modules, without the tokenizer's files
-        elif isinstance(row, Row):
+        if isinstance(row, Row):
             config = merged(row.base(config), row.both)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -133,7 +133,7 @@ def _generators() -> dict[str, dict[str, Any]]:
     return {record["release"]: record for record in records}
 
 
-def _row(config: dict[str, Any]) -> Batch:
+def _row(card: ModelCard, config: dict[str, Any]) -> Batch:
     """A row of text, of a recogniser of speech the sound of half a minute, and of a speaker frames behind a text."""
     if config["model_type"] == "whisper":
         ids = torch.zeros(1, config["max_target_positions"], dtype=torch.long)
@@ -141,13 +141,18 @@ def _row(config: dict[str, Any]) -> Batch:
         return {"input_features": sound, "decoder_input_ids": ids, "labels": ids, "shift_labels": ids}
     ids = torch.zeros(1, _TOKENS, dtype=torch.long)
     labels = {"labels": ids.clone(), "shift_labels": ids.clone()}
-    if config["model_type"] == "qwen3_tts":
+    speaks = card.task == "speak" and "talker_config" in config
+    if speaks:
         codes = torch.zeros(1, _TOKENS, config["talker_config"]["num_code_groups"], dtype=torch.long)
         codes[:, 0] = NO_CODE  # no row begins with a frame
         labels |= {"codec_ids": codes, "frame_places": torch.arange(1, _TOKENS)}
     if config["model_type"] == "moss_tts_delay":
         codes = torch.zeros(1, _TOKENS, config["n_vq"], dtype=torch.long)
         labels |= {"codec_ids": codes, "code_places": torch.arange(_TOKENS - 1), "code_targets": codes[0, 1:]}
+    if speaks and config["model_type"] == "qwen3_omni_moe":  # its thinker reads media, here none
+        read, none = ids[:, :1].clone(), torch.zeros(0, dtype=torch.long)
+        labels |= {"thinker_input_ids": read, "thinker_attention_mask": torch.ones_like(read)}
+        labels |= {"media_places": none, "media_sources": none}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 
 

@@ -32,6 +32,9 @@ OPERATORS: dict[str, Operator] = {
     "out": lambda x: torch.mul(x, HALF, out=x.new_empty(ROWS, COLUMNS)),
     "type of a scalar": lambda x: x.bfloat16() * torch.tensor(2.0, dtype=torch.float64),
     "whole scalar": lambda x: x + torch.tensor(2),
+    "slices": lambda x: x[1:-1, 2::3],
+    "behind the end": lambda x: x[4:99, -3:],
+    "nothing": lambda x: x[3:2],
     "number beside a scalar": lambda x: x.bfloat16().sum() * 2.0,
 }
 
@@ -48,6 +51,27 @@ def test_a_result_is_that_of_real_tensors(name: str) -> None:
         assert isinstance(result, FakeTensor)
         assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert FakeTensorMode.cache_bypasses["non-fake tensor"] == bypassed  # torch knew the result
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_that_begin_elsewhere_are_known(dim: int) -> None:
+    """What torch had to find out, by the number of slices."""
+    found = []
+    for count in (2, 4):
+        with Simulation(MemoryLedger()) as simulation:
+            FakeTensorMode.cache_clear()
+            fake = simulation.empty((ROWS, COLUMNS), torch.float32)
+            for start in range(count):
+                fake.narrow(dim, start, 2).mul(3)
+        found.append(FakeTensorMode.cache_misses)
+    assert found[0] == found[1] > 0
+
+
+def test_a_slice_of_known_numbers_begins_where_it_does() -> None:
+    pixels = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    with Simulation(MemoryLedger()) as simulation:
+        found = simulation.fake_batch({"pixels": pixels}, None)["pixels"][2:4] == 2 * COLUMNS
+    assert torch.equal(found, pixels[2:4] == 2 * COLUMNS) and found.sum() == 1
 
 
 def test_views_of_a_large_real_tensor_are_booked_once() -> None:

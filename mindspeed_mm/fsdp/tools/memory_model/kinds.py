@@ -21,8 +21,6 @@ from mindspeed_mm.fsdp.tools.memory_model.simulation import pattern_of
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit
 
 _LONGEST_PERIOD = 12
-PERIODS = 4
-"""Periods that are simulated: the first and the last may differ from those between, and two of those are compared."""
 _SMALL_NUMEL = 1 << 16
 """Tensors that are no parameters are compared by their values up to this size."""
 _HOOKS = {
@@ -36,6 +34,13 @@ _OF_STATE_DICTS = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 )
 _PLAIN = (bool, int, float, complex, bytes, type, range, torch.dtype, torch.device, torch.Size, frozenset, set)
+
+
+def simulated_periods(period: int) -> int:
+    """How many periods of so many blocks are simulated: the first and the last may differ from those between, and two
+    of those are compared. What the first block or the last hands to its neighbour may differ, too: where a period is
+    one block, there is one more to compare."""
+    return 5 if period == 1 else 4
 
 
 class Alike(NamedTuple):
@@ -62,8 +67,9 @@ def find_alike(kinds: Sequence[int], longest: int = _LONGEST_PERIOD) -> list[Ali
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
             periods = (end - start) // period
-            if (periods - PERIODS) * period > saved:
-                best, saved = Alike(start, start + periods * period, period), (periods - PERIODS) * period
+            left_out = (periods - simulated_periods(period)) * period
+            if left_out > saved:
+                best, saved = Alike(start, start + periods * period, period), left_out
         if best is not None:
             found.append(best)
         start = start + 1 if best is None else best.end

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from mindspeed_mm.fsdp.tools.memory_model.kinds import PERIODS, Alike, Counted, find_alike, kinds_of
+from mindspeed_mm.fsdp.tools.memory_model.kinds import Alike, Counted, find_alike, kinds_of, simulated_periods
 from mindspeed_mm.fsdp.tools.memory_model.ledger import BookedWork, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit
@@ -171,7 +171,8 @@ class RepeatedBlocks:
         found = []
         for begin, left_out in self._copies.items():
             period = self._alike[begin].period
-            found.append(SimulatedRun(self._names[begin : begin + PERIODS * period], period, left_out // period))
+            end = begin + simulated_periods(period) * period
+            found.append(SimulatedRun(self._names[begin:end], period, left_out // period))
         return found
 
     def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,7 @@ class RepeatedBlocks:
         elif not is_like:
             self._begin = max(self._floor, index - period)
         ran = index - self._begin - self._copies.get(self._begin, 0)
-        if not is_like or ran < PERIODS * period or ran % period or index + period > alike.end:
+        if not is_like or ran < simulated_periods(period) * period or ran % period or index + period > alike.end:
             return False
         self._left, self._floor = period - 1, index + 1
         return True

@@ -2,8 +2,9 @@
 
 Of each run of blocks some periods were simulated, and behind them the model went on as if it had no more. The events
 of a block (its forward pass, its backward pass, what is done at the end for its parameters) refer to entries of its
-own and of its neighbours. Where two periods in the middle did the same, entry by entry, those that were left out do the
-same, too: they are written between the two.
+own and of its neighbours. Where two neighbours in the middle did the same, entry by entry, those that were left out do
+the same, too: they are written between the two. Which two may differ from work to work: what the last block hands to
+the one before it in the backward pass is often special, and what the first block hands on in the forward pass.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_mm.fsdp.tools.memory_model.kinds import PERIODS
 from mindspeed_mm.fsdp.tools.memory_model.ledger import BookedWork, Label, Log
 
 Work = tuple[str, int]
 """What a block does, and for which time."""
-_Name = tuple[Label, int, int]
-"""An entry among those of its segment: label, bytes, and how many alike are taken behind it. What only the first or the
-last of some blocks does changes no name of what all of them do."""
+_Fate = tuple[int, Work]
+"""Where an entry is freed: how many blocks further, and in which work."""
+_Name = tuple[Label, int, _Fate, int]
+"""An entry among those of its segment: label, bytes, fate, and how many alike are freed before it. Which of those that
+are alike in all three is freed when makes no difference to the books; and what only the first or the last of some
+blocks does, such as to begin a sum that the others add to, changes no name of what all of them do."""
 
 
 class NotAlike(Exception):
@@ -32,7 +35,7 @@ class SimulatedRun:
     """Blocks that were simulated for others behind them."""
 
     blocks: tuple[str, ...]
-    """`PERIODS` periods."""
+    """Some whole periods: as many as `kinds.simulated_periods`."""
     period: int
     copies: int
     """Periods that were left out."""
@@ -66,40 +69,30 @@ class _Segment(NamedTuple):
 
 
 def _is_middle(segment: _Segment, run: SimulatedRun) -> bool:
-    return run.period <= segment.block < (PERIODS - 1) * run.period
-
-
-class _Born(NamedTuple):
-    """Where an entry was taken."""
-
-    segment: int
-    entry: _Name
+    return run.period <= segment.block < len(run.blocks) - run.period
 
 
 class _Unrolling:
     def __init__(self, log: Log, runs: Sequence[SimulatedRun]) -> None:
         self._log, self._runs = log, runs
         self._segments = self._cut()
-        self._born: dict[int, _Born] = {}
+        self._born: dict[int, int] = {}
+        """Entry → the segment that takes it."""
         self._died: dict[int, int] = {}
-        for number, segment in enumerate(self._segments):
-            alike: Counter[tuple[Label, int]] = Counter()
-            for event in reversed(log.events[segment.start : segment.end]):
-                if event > 0:
-                    label, size = log.labels[event - 1], log.sizes[event - 1]
-                    self._born[event - 1] = _Born(number, (label, size, alike[label, size]))
-                    alike[label, size] += 1
-                else:
-                    self._died[-event - 1] = number
+        self._names: dict[int, _Name] = {}
+        """Of all entries that are freed."""
+        self._follow()
         self._copied: dict[int, tuple[int, list[int], bool]] = {}
         """Segment → the run whose copies are written in front of it, the segments of one, and whether they ascend."""
+        self._behind: dict[tuple[int, Work], int] = {}
+        """Run and work → the first block behind the copies."""
         for run in range(len(runs)):
             self._compare(run)
         self._new = Log()
         self._entries: dict[int, int] = {}
         """Number of an entry in events of the books as they are → in those of the new ones."""
         self._made: dict[tuple[int, int, Work, _Name], int] = {}
-        """Number of a run, block among all of it, work, name → number in events of the new books."""
+        """Number of a run, block among all of it, work, name → number in events of the new books, until it is freed."""
 
     def _cut(self) -> list[_Segment]:
         """The events, segment by segment."""
@@ -112,6 +105,22 @@ class _Unrolling:
         for (start, place), end in zip(places, ends, strict=True):
             found.append(_Segment(start, end, *where.get(place.block, (-1, -1)), (place.work, place.number)))
         return found
+
+    def _follow(self) -> None:
+        """Find where entries come from and where they go."""
+        log, alike = self._log, Counter[tuple[int, Label, int, _Fate]]()
+        for number, segment in enumerate(self._segments):
+            for event in log.events[segment.start : segment.end]:
+                entry = abs(event) - 1
+                if event > 0:
+                    self._born[entry] = number
+                    continue
+                born = self._born[entry]
+                fate = segment.block - self._segments[born].block, segment.work
+                label, size = log.labels[entry], log.sizes[entry]
+                self._died[entry] = number
+                self._names[entry] = label, size, fate, alike[born, label, size, fate]
+                alike[born, label, size, fate] += 1
 
     # --- are they alike -----------------------------------------------------------------------------------------------
 
@@ -128,18 +137,33 @@ class _Unrolling:
                 of_work[segment.block] = place
                 self._check_neighbours(segment, run)
         for work, of_work in by_work.items():
-            first = [of_work[block] for block in range(period, 2 * period) if block in of_work]
-            second = [of_work[block] for block in range(2 * period, 3 * period) if block in of_work]
-            middle = sorted(first + second)
-            if len(first) != len(second) or (middle and middle[-1] - middle[0] != len(middle) - 1):
-                raise NotAlike(f"{run.blocks[0]} and those behind it do not do '{work[0]}' one after the other")
-            for mine, other in zip(first, second, strict=True):
-                if self._described(mine) != self._described(other):
-                    name, next_name = (run.blocks[self._segments[place].block] for place in (mine, other))
-                    raise NotAlike(f"{name} and {next_name} differ in '{work[0]}'")
+            alike = []
+            for behind in range(2 * period, len(run.blocks) - period, period):
+                first = [of_work[block] for block in range(behind - period, behind) if block in of_work]
+                second = [of_work[block] for block in range(behind, behind + period) if block in of_work]
+                if list(map(self._taken, first)) != list(map(self._taken, second)):
+                    raise NotAlike(f"{run.blocks[behind]} and one before it differ in what '{work[0]}' takes")
+                if self._are_alike(first, second):
+                    alike.append((behind, first, second))
+            if not alike:
+                raise NotAlike(f"{run.blocks[period]} and those behind it differ in '{work[0]}'")
+            self._behind[number, work], first, second = alike[0]
             if first:
                 ascends = min(first) < min(second)
                 self._copied[min(second) if ascends else min(first)] = (number, sorted(second), ascends)
+
+    def _taken(self, number: int) -> list[tuple[Label, int]]:
+        """What a segment takes."""
+        segment, log = self._segments[number], self._log
+        taken = [event - 1 for event in log.events[segment.start : segment.end] if event > 0]
+        return [(log.labels[entry], log.sizes[entry]) for entry in taken]
+
+    def _are_alike(self, first: Sequence[int], second: Sequence[int]) -> bool:
+        """Whether the segments of two periods follow one another, and do the same."""
+        both = sorted([*first, *second])
+        if len(first) != len(second) or (both and both[-1] - both[0] != len(both) - 1):
+            return False
+        return all(self._described(mine) == self._described(other) for mine, other in zip(first, second, strict=True))
 
     def _check_neighbours(self, segment: _Segment, run: SimulatedRun) -> None:
         """What blocks in the middle take and free is theirs, or of blocks a period away at most."""
@@ -158,7 +182,7 @@ class _Unrolling:
     def _other_end(self, event: int) -> _Segment | None:
         """Where an entry that is taken is freed, or the other way round; None: it stays."""
         if event < 0:
-            return self._segments[self._born[-event - 1].segment]
+            return self._segments[self._born[-event - 1]]
         return self._segments[self._died[event - 1]] if event - 1 in self._died else None
 
     def _is_near(self, segment: _Segment, other: _Segment) -> bool:
@@ -172,17 +196,12 @@ class _Unrolling:
         """The events of a segment, as seen from its block."""
         segment, described = self._segments[number], list[object]()
         for event in self._log.events[segment.start : segment.end]:
+            entry = abs(event) - 1
+            name = self._names.get(entry)
             if event > 0:
-                entry = event - 1
-                freed: object = None
-                if entry in self._died:
-                    by = self._segments[self._died[entry]]
-                    freed = (by.block - segment.block, by.work)
-                described.append((self._log.labels[entry], self._log.sizes[entry], freed))
+                described.append((self._log.labels[entry], self._log.sizes[entry], name and name[2]))
             else:
-                born = self._born[-event - 1]
-                by = self._segments[born.segment]
-                described.append((by.block - segment.block, by.work, born.entry))
+                described.append((self._segments[self._born[entry]].work, name))
         return described
 
     # --- the new books ------------------------------------------------------------------------------------------------
@@ -195,6 +214,8 @@ class _Unrolling:
                 self._write_copies(*self._copied[number])
             starts.append(len(self._new.events))
             self._write(number, self._real_block(segment))
+        if self._made:
+            raise NotAlike(f"what {next(iter(self._made))} takes is not freed in a block that was left out")
         moved = _Moved(self._segments, starts)
         self._new.phases = [(moved(start), phase) for start, phase in self._log.phases]
         self._new.moments = [moved(moment) for moment in self._log.moments]
@@ -205,7 +226,8 @@ class _Unrolling:
         if segment.run < 0:
             return -1
         run = self._runs[segment.run]
-        return segment.block + (run.copies * run.period if segment.block >= 2 * run.period else 0)
+        is_behind = segment.block >= self._behind[segment.run, segment.work]
+        return segment.block + (run.copies * run.period if is_behind else 0)
 
     def _write_copies(self, run: int, segments: Sequence[int], ascends: bool) -> None:
         copies, period = self._runs[run].copies, self._runs[run].period
@@ -218,21 +240,21 @@ class _Unrolling:
         segment, new, made = self._segments[number], self._new, self._made
         run, work = segment.run, segment.work
         for event in self._log.events[segment.start : segment.end]:
-            born = self._born[abs(event) - 1]
+            old = abs(event) - 1
+            name = self._names.get(old)
             if event > 0:
-                label, size, _ = born.entry
-                new.labels.append(label)
-                new.sizes.append(size)
+                new.labels.append(self._log.labels[old])
+                new.sizes.append(self._log.sizes[old])
                 entry = len(new.sizes)
                 new.events.append(entry)
-                if run >= 0:
-                    made[run, block, work, born.entry] = entry
+                if name is not None and self._is_near(segment, self._segments[self._died[old]]):
+                    made[run, block, work, name] = entry
                 if not is_copy:
                     self._entries[event] = entry
                 continue
-            by = self._segments[born.segment]
-            if self._is_near(segment, by):
-                new.events.append(-made[run, block + by.block - segment.block, by.work, born.entry])
+            by = self._segments[self._born[old]]
+            if name is not None and self._is_near(segment, by):
+                new.events.append(-made.pop((run, block + by.block - segment.block, by.work, name)))
             else:
                 new.events.append(-self._entries[-event])
 
