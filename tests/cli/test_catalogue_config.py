@@ -90,6 +90,11 @@ CASES = [
     Case("A9 wrong section", yaml("model:\n  lr: 1\n"), r"run\.yaml:2:3 .*It belongs elsewhere: training\.lr"),
     Case("A10 text for a number", yaml("training: {lr: fast}\n"), r"training\.lr  'fast' is not a number"),
     Case("A11 nan", yaml("training: {lr: .nan}\n"), r"training\.lr  nan is not a finite number"),
+    Case(
+        "A11 huge",
+        yaml("training: {train_iters: 1e30}\n"),
+        r"train_iters  a number of 31 digits is out of range: at most",
+    ),
     Case("A11 negative", yaml("training: {lr: -1}\n"), r"training\.lr  -1\S* is out of range\. It must be at least 0"),
     Case(
         "A11 no steps", yaml("training: {train_iters: 0}\n"), r"train_iters  0 is out of range\. It must be at least 1"

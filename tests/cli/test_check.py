@@ -230,6 +230,15 @@ def test_what_waits_for_one_cause_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert sum("skipped" in line for line in lines) == 1
 
 
+def test_no_model_at_all_is_a_fault_of_the_configuration_as_in_training(tmp_path: Path) -> None:
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("data: {dataset_param: {basic_parameters: {dataset: rows.jsonl}}}\ntraining: {train_iters: 1}\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    checked, trained = mm("check", yaml), mm("train", yaml)
+    assert checked.code == trained.code == 2
+    assert "model.model_name_or_path" in checked.out and "is not given. Name the model's folder." in checked.out
+
+
 @pytest.mark.edge("U5")
 def test_an_absent_model_folder_is_one_problem(tmp_path: Path) -> None:
     path = make_tiny_run(tmp_path / "run", model={"model_name_or_path": "gone"})

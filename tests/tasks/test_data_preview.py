@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from PIL import Image
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -301,6 +303,21 @@ def test_rows_of_a_generator(tmp_path: Path) -> None:
     assert "first micro-batch of training  2 samples" in plain(found)
     assert check.run(DataCheckRequest(run)).exit_code == 0
     assert stats.run(DataStatsRequest(run)).tokens == {}
+
+
+def test_an_animated_picture_is_shown_as_the_clip_that_it_is(tmp_path: Path) -> None:
+    run = make_tiny_generator_run(tmp_path, "t2v")  # its clips are GIFs
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        text = plain(preview.run(DataPreviewRequest(run, rows="0")))
+    assert "video 1: clips/0.gif  16 × 16, 0.6 s, an animation of 5 frames" in text
+    assert not [each for each in told if "the first is used" in str(each.message)]
+    view = view_medium(MediaLoader(tmp_path), MediaItem("video", "clips/0.gif"))
+    with Image.open(tmp_path / "clips" / "0.gif") as image:
+        for number, frame in enumerate(view.images):
+            image.seek(number)
+            assert np.array_equal(np.asarray(frame), np.asarray(image.convert("RGB")))
+    assert view.times_s == pytest.approx([0.0, 0.12, 0.24, 0.36, 0.48])
 
 
 def test_preference_rows_show_both_answers(tmp_path: Path) -> None:

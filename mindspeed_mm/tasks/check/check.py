@@ -18,6 +18,7 @@ from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import (
     CheckpointError,
     CollectedErrors,
+    ConfigError,
     ExitCode,
     MMError,
     ModelFolderError,
@@ -287,7 +288,7 @@ class _Check:
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
-            raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
+            raise ConfigError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
         errors = CollectedErrors()
         self.outline = build_outline(arguments, errors=errors)
         facts = facts_of(self.outline.model)

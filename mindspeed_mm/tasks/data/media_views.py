@@ -11,7 +11,8 @@ import click
 import numpy as np
 from PIL import Image
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, animation_frames
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 
@@ -62,15 +63,38 @@ def _image(media: MediaLoader, source: object) -> MediumView:
 
 
 def _video(media: MediaLoader, source: object) -> MediumView:
+    if (found := _animation(media, source)) is not None:
+        return found
     clip = media.load_video(source)
     header, frames = clip.header, len(clip.frames)
     times = header.timestamps
     whole_s = header.total_frames / header.fps
     facts = f"{header.width} × {header.height}, {whole_s:.1f} s, {frames} of {header.total_frames} frames taken"
-    # The first, the last, and others evenly between them; of a short clip each once.
-    taken = sorted({round(n * (frames - 1) / (MOST_FRAMES - 1)) for n in range(MOST_FRAMES)})
+    taken = _spread(frames)
     pictures = [Image.fromarray(clip.frames[n]) for n in taken]
     return MediumView("video", facts, pictures, [times[n] for n in taken])
+
+
+def _animation(media: MediaLoader, source: object) -> MediumView | None:
+    """An animated picture, which generators learn as a clip; None where it is none."""
+    try:
+        header = media.probe("image", source)
+    except DataError:
+        return None
+    assert isinstance(header, ImageHeader)
+    if header.frames == 1:
+        return None
+    taken = _spread(header.frames)
+    times = header.begins_s or tuple(n / header.fps for n in range(header.frames))
+    whole_s = header.frames / header.fps
+    facts = f"{header.width} × {header.height}, {whole_s:.1f} s, an animation of {header.frames} frames"
+    data, name = media.read(source)
+    return MediumView("video", facts, list(animation_frames(data, taken, name)), [times[n] for n in taken])
+
+
+def _spread(frames: int) -> list[int]:
+    """The first frame, the last, and others evenly between them; of a short clip each once."""
+    return sorted({round(n * (frames - 1) / (MOST_FRAMES - 1)) for n in range(MOST_FRAMES)})
 
 
 def _audio(media: MediaLoader, source: object) -> MediumView:

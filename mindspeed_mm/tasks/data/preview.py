@@ -216,7 +216,8 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
         found = dataset.describe(index)
         row.notes = sample_notes(found, lengths)
         if dataset.is_raw:
-            row.media = [(MediaItem("video" if found.is_video else "image", found.source), 0)]
+            moves = found.is_video or (found.size.frames > 1 and found.header is not None and found.header.frames > 1)
+            row.media = [(MediaItem("video" if moves else "image", found.source), 0)]
         for role, kind, source in found.further:
             row.media.append((MediaItem(kind, source), 0))
             row.notes.append(f"{role}: {kind} {len(row.media)}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
+from mindspeed_mm.fsdp.data.data_utils.convert import DRAWN_UNASKED, convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
@@ -448,6 +448,25 @@ def test_a_number_is_no_answer_and_its_words_are_the_way_out(value: object, word
         with pytest.raises(DataError, match="is not text") as caught:
             convert(row)
         assert caught.value.problems[0].way_out == f"Write the words that are meant as text, such as {word}.", row
+
+
+@pytest.mark.parametrize(
+    ("contents", "is_told"),
+    [
+        (["<image>make it night", "<image>"], True),
+        (["<image>", "<image>"], False),
+        (["<image>", "Here it is at night: <image>"], True),
+        (["a cat", "<image>", "<image>", "<image>"], False),  # the second change is not told
+        (["a cat", "<image><image>"], True),
+        (["<image>", "a cat"], True),  # nothing is drawn
+    ],
+)
+def test_a_picture_that_is_drawn_without_words_is_told(contents: list[str], is_told: bool) -> None:
+    pictures = ["a.png"] * sum(content.count("<image>") for content in contents)
+    row = {"messages": turns(*contents), "images": pictures}
+    sample = convert_row(row, RowFormat.from_attr(DatasetAttr.model_validate({})), PLACE, draws=True)
+    assert (DRAWN_UNASKED not in sample.notes) == is_told
+    assert DRAWN_UNASKED not in convert({"messages": turns("a", "b")}).notes
 
 
 def test_the_way_out_is_one_that_fits_the_row() -> None:

@@ -237,6 +237,13 @@ def test_an_instruction_may_be_one_text(run: Path, tmp_path: Path) -> None:
         assert "<|im_start|>turn it<|im_end|>" in dataset.processor.decode(dataset.item(0, epoch)["input_ids"])
 
 
+def test_an_edit_without_words_is_told(run: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "<image>"}]
+    dataset = rows_of(run, tmp_path, {"messages": turns, "images": ["0.png", "1.png"]})
+    with pytest.warns(UserWarning, match="some rows: a picture is drawn though its turn has no words"):
+        dataset.item(0, 0)
+
+
 def rows_of(run: Path, folder: Path, row: dict[str, Any]) -> Any:
     """One row that names pictures of the run."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")

@@ -98,7 +98,27 @@ def _finished(sample: Sample, row: Row, row_format: RowFormat, draws: bool) -> S
     take_clip(sample, row)
     note_paths(sample)
     check_turns(sample)
+    if draws and _draws_unasked(sample):
+        sample.notes.append(DRAWN_UNASKED)
     return sample
+
+
+DRAWN_UNASKED = "a picture is drawn though its turn has no words: nothing says what to draw or to change"
+
+
+def _draws_unasked(sample: Sample) -> bool:
+    """Whether the model is trained to draw a picture in front of which neither the question nor the answer has words."""
+    is_told = False
+    for message, weight in zip(sample.messages, sample.weights, strict=True):
+        is_answer = message["role"] == "assistant"
+        is_told = is_told and message["role"] != "user"
+        content = message["content"]
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                is_told |= bool(part["text"].strip())
+            elif is_answer and weight != 0 and not is_told:
+                return True
+    return False
 
 
 _OF_REJECTED = ("images", "videos", "audios", "tools", "objects")

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedSample,
+    NotesReported,
     NothingTrainedError,
     RowLocation,
     Sample,
@@ -102,7 +103,7 @@ class BagelDataset(MMDataset):
         self._marks = marks_of(self.processor, self.folder)
         self._seen_size, self._latent_size = size_rules(preprocess_param, self.folder)
         self._dropout = {kind: _share(basic_param, *told) for kind, told in _DROPOUT.items()}
-        self._seed = 0
+        self._seed, self._notes = 0, NotesReported()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -194,6 +195,7 @@ class BagelDataset(MMDataset):
         if "image_list" in row and "instruction_list" in row:
             return with_context(_edit(row, place, chance, self._ids_of))
         sample = convert_row(row, self._rows.row_format(index), place, draws=True)
+        self._notes.report(sample)
         folder = self._rows.media_root(index)
         if folder is None and self.basic_parameters.dataset_dir is None:
             folder = self._rows.folder(index)
