@@ -207,8 +207,8 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
 
     @cached_property
     def usage(self) -> ReleaseUse:
-        """How the folder's release is used, see `diffusion/generator_folder.py`; a student of few steps by what it was distilled
-        to."""
+        """How the folder's release is used, see `diffusion/generator_folder.py`; a student of few steps by what it was
+        distilled to."""
         found, few = usage_of(self.uses, self.setting), self.few_steps
         if few is None:
             return found
