@@ -107,7 +107,7 @@ DRAWN_UNASKED = "a picture is drawn though its turn has no words: nothing says w
 
 
 def _draws_unasked(sample: Sample) -> bool:
-    """Whether the model is trained to draw a picture, and neither the question nor the answer has words before it."""
+    """Whether a picture is drawn and trained, for which neither its question nor the answer before it has words."""
     is_told = False
     for message, weight in zip(sample.messages, sample.weights, strict=True):
         is_answer = message["role"] == "assistant"
