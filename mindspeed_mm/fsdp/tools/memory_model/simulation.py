@@ -72,7 +72,7 @@ class Simulation(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(
-        self, function: OpOverload, types: object, args: Values = (), kwargs: dict[str, object] | None = None
+        self, function: OpOverload, types: object, args: Values = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run one operator and book the memory of its results."""
         if function is _DEVICE and isinstance(args[0], FakeTensor):
@@ -87,7 +87,7 @@ class Simulation(TorchDispatchMode):
 
     # --- what is fake and what is real ------------------------------------------------------------------------------
 
-    def _run(self, function: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
+    def _run(self, function: OpOverload, args: Values, kwargs: dict[str, Any]) -> object:
         tensors = [leaf for leaf in _leaves(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if function is torch.ops.aten.sum.dim_IntList or not _may_be_large(function, args, tensors):
