@@ -175,6 +175,8 @@ def _numbers(launch: _Launch) -> Iterator[tuple[str, Any]]:
     for name, (key, absent) in _NUMBERS.items():
         if launch.flags.has(name):
             yield key, launch.flags.number(name)
+        elif name == "log-interval" and launch.flags.has("warmup-ratio"):
+            yield key, 1
         elif absent is not None and launch.trains:
             yield key, absent
 
@@ -189,7 +191,7 @@ def _switches(launch: _Launch) -> Iterator[tuple[str, Any]]:
 
 def _schedule(launch: _Launch) -> Iterator[tuple[str, Any]]:
     flags = launch.flags
-    style = flags.text("lr-decay-style", "linear")
+    style = flags.text("lr-decay-style", "cosine" if flags.has("warmup-ratio") else "linear")
     yield "training.lr_decay_style", {"WSD": "wsd"}.get(style, style)
     warm = 0.0
     if flags.number("lr-warmup-fraction"):
@@ -240,6 +242,12 @@ def _precision(launch: _Launch) -> Iterator[tuple[str, Any]]:
     if given and not flags.has("fsdp2-config-path") and not flags.has("layerzero"):
         yield "parallel.fsdp_plan.param_dtype", given
         yield "parallel.fsdp_plan.reduce_dtype", "bf16" if flags.has("grad-reduce-in-bf16") else "fp32"
+    if flags.has("warmup-ratio"):  # loops of their own, which compute in bf16
+        yield "parallel.fsdp_plan.param_dtype", "bf16"
+        yield "parallel.fsdp_plan.reduce_dtype", "fp32"
+    if launch.entry == "finetune_vl.py":
+        yield "model.freeze", ["vision", "audio", "linear_proj", "linear_proj_audio"]
+        yield f"{_BASIC}.train_on_prompt", True
     if flags.text("recompute-granularity") == "full" and not flags.has("use-torch-fsdp2"):
         off = flags.text("recompute-method") == "block" and flags.number("recompute-num-layers", 1) == 0
         yield "features.recompute", not off
