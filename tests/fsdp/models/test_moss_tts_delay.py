@@ -311,6 +311,12 @@ def test_bad_rows_are_told(run: Path, tmp_path: Path, change: dict[str, Any], sa
         built_rows(run, tmp_path / "rows.jsonl")[0]
 
 
+def test_another_number_of_codebooks_is_refused(run: Path) -> None:
+    assert len(built_rows(run, n_vq=MOSS_CODEBOOKS)) == 4
+    with pytest.raises(ConfigError, match="16, and the model has 3 codebooks"):
+        built_rows(run, n_vq=16)
+
+
 def test_special_tokens_in_rows_are_text_unless_they_are_asked_for(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row_of(run, 0) | {"text": "a <|audio_start|>"}) + "\n")
     dataset = built_rows(run, tmp_path / "rows.jsonl")

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
-from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # an annotation only: this imports transformers' models
     from mindspeed_mm.fsdp.models.moss_tts_delay.configuration_moss_tts_delay import MossTTSDelayConfig
 
 _EXTRACTED_BY = "examples/moss_tts/prepare_data.py (MOSS-Audio-Tokenizer)"
+_BOOKS_KEY = "data.dataset_param.basic_parameters.n_vq"
 _CODES_OF_VOICES, _VOICES = ("reference_audio_codes", "ref_audio_codes"), ("reference", "reference_audio", "ref_audio")
 
 
@@ -52,6 +53,7 @@ class MossTTSDelayDataset(SpokenRows):
 
     Raises:
         DataError: Files are missing or broken.
+        ConfigError: `n_vq` is not the model's number of codebooks.
         ModelFolderError: The folder is not one of MOSS-TTS, or its tokenizer lacks a chat template.
     """
 
@@ -65,6 +67,10 @@ class MossTTSDelayDataset(SpokenRows):
         super().__init__(basic_param, preprocess_param, dataset_param)
         self._split = preprocess_param.split_special_tokens
         self._writer = TurnWriter(self.processor, config_of(self.folder), self.folder, split_special=self._split)
+        books, asked = self._writer.config.n_vq, basic_param.get("n_vq")
+        if asked not in (None, books):
+            what = f"{asked!r}, and the model has {books} codebooks"
+            raise ConfigError(what, key=_BOOKS_KEY, way_out="Leave it out, and extract all codebooks.")
 
     def item(self, index: int, epoch: int) -> EncodedSample:
         """Sample `index`, in every epoch the same.
