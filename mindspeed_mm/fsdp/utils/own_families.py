@@ -25,9 +25,14 @@ def model_type_of(folder: Path) -> str | None:
 
 
 def own_processor_of(folder: Path) -> Any:
-    """The class of the processor of a family that is written here and whose files name another's; None for others."""
+    """The class of the processor of a family that is written here and whose files name another's; None for others. Call
+    it behind `know_family_of`, which says what the installed transformers lacks."""
     for module in own_model_types().get(model_type_of(folder) or "", ()):
-        processor = getattr(importlib.import_module(module), "PROCESSOR", None)
+        try:
+            family = importlib.import_module(module)
+        except ImportError:
+            continue
+        processor = getattr(family, "PROCESSOR", None)
         if processor is not None:
             return processor
     return None

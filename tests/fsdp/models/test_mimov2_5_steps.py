@@ -18,7 +18,7 @@ from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import mimov2_5_by_hand as by_hand
 from tests.helpers.decoder_logits import Weights
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
-from tests.helpers.plan_matrix import EP, FP64, ULYSSES
+from tests.helpers.plan_matrix import EP, FP64, PP, RING, ULYSSES
 from tests.helpers.planned_steps import GLOBAL_BATCH, overrides, train_steps
 from tests.helpers.released_rows import write_uneven_rows
 from tests.helpers.tiny_mimov2_5 import FURTHER, make_tiny_mimov2_5
@@ -115,11 +115,14 @@ def test_losses_of_further_tokens_equal_the_formulas(yamls: dict[str, str]) -> N
 
 RUNS = ParityRuns(
     __file__,
-    {"step fsdp2, ep2": Case("step ahead", 2, 2, 2, (EP,))},
+    {},
     slow={
+        "step fsdp2, ep2": Case("step ahead", 2, 2, 2, (EP,)),
         "step fsdp2": Case("step", 2, 2, 2),
         "step scratch fsdp2": Case("step scratch", 2, 2, 2),
         "step ulysses2": Case("step", 2, 1, 2, (ULYSSES,)),
+        "step ring2": Case("step", 2, 1, 2, (RING,)),
+        "step pp2": Case("step", 2, 1, 2, (PP,)),
         "step fsdp2, recompute": Case("step ahead", 2, 2, 2, ("features.recompute=true",)),
     },
     kinds={"scratch": ("model.train_from_scratch=true",), "ahead": AHEAD},
