@@ -38,7 +38,7 @@ COMMANDS = {
     "posttrain dpo": "pairs/run.yaml --steps 1",
     "posttrain grpo": "rollouts/run.yaml --dry-run",
     "posttrain nft": "rollouts/run.yaml --dry-run",
-    "posttrain dmd": "rollouts/run.yaml --dry-run",
+    "posttrain dmd": "rollouts/run.yaml --dry-run training.micro_batch_size=1 posttrain.dmd.dfake_gen_update_ratio=1",
     "posttrain reference": "pairs/run.yaml posttrain.reference.path=reference.safetensors",
     "posttrain rollouts": "rollouts/run",
     "posttrain score": "rewards.yaml pictures.jsonl --out scores.jsonl",
