@@ -24,7 +24,7 @@ from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
 )
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
+from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.mimov2_5.configuration_mimov2_5 import MiMoV2AudioConfig, MiMoV2Config
 from mindspeed_mm.fsdp.models.mimov2_5.processing_mimov2_5 import MiMoV2Processor
 from mindspeed_mm.fsdp.models.mimov2_5.vision import MiMoVisionTransformer

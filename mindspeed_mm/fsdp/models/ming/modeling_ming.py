@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.models.behaviour.media_places import with_media
+from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.deepseek_vl2.modeling_deepseek_vl2 import AnswersPictures
 from mindspeed_mm.fsdp.models.ming.configuration_ming import BailingMMConfig
 from mindspeed_mm.fsdp.models.ming.hearing_ming import MingSanm, MingWhisper, SoundProjection

@@ -24,8 +24,7 @@ from mindspeed_mm.core.batch import NO_CODE
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.layout import DelayedSequence, undelayed
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.moss_tts_delay_dataset import TurnWriter
-from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, load_pretrained
 from mindspeed_mm.fsdp.models.moss_tts_delay.audio_codec import codec_folder, even_loudness, load_codec
 from mindspeed_mm.fsdp.models.moss_tts_delay.modeling_moss_tts_delay import MossTTSDelayModel
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.distillation.objective import DistillationObjective, Teacher, teachers_path
 from mindspeed_mm.fsdp.train.reference import describe_reference
-from mindspeed_mm.fsdp.train.rollouts.build_flow import generator_reference
+from mindspeed_mm.fsdp.train.rollouts.flow import generator_reference
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 
