@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.checkpoint.hf_folder import asset_files
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
@@ -288,6 +289,10 @@ def test_answers_are_those_of_a_loop_without_a_cache(root: str) -> None:
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_what_makes_codes_of_sound_is_exported_with_the_model(root: str) -> None:
+    assert "audio_tokenizer" in asset_files(released(root)[0])
 
 
 def test_released_size() -> None:
