@@ -33,8 +33,9 @@ _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", VAE_FILE, *SOU
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
-_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "vae"}
-"""The second: the codec of Qwen3-TTS, with its weights; the third: the frozen autoencoder of a model that draws."""
+_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer", "MOSS-Audio-Tokenizer", "vae"}
+"""The second and the third: codecs of Qwen3-TTS and MOSS-TTS, with their weights; the last: the frozen autoencoder of a
+model that draws."""
 
 
 @dataclass(frozen=True)
