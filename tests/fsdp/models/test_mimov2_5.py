@@ -241,6 +241,13 @@ def test_codes_of_sound_equal_the_formulas(seconds: float, root: str) -> None:
     assert (found[len(expected) :] == expected[-1]).all()
 
 
+def test_a_sound_that_is_too_short_is_refused(root: str) -> None:
+    processor: Any = load_processor(released(root)[0])
+    assert processor.feature_extractor([sound_of(0.1)[:481]])["num_audio_tokens"] == [1]
+    with pytest.raises(ValueError, match="480 samples are fewer than the 481 that a frame needs"):
+        processor.feature_extractor([sound_of(0.1)[:480]])
+
+
 def test_sound_without_its_encoder_is_refused(tmp_path: Path, root: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(released(root)[0], folder, ignore=shutil.ignore_patterns("audio_tokenizer"))

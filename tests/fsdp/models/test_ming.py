@@ -22,7 +22,7 @@ from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import differing, mm, tensors, train
-from tests.helpers.tiny_ming import HIDDEN, LAYERS, make_tiny_ming
+from tests.helpers.tiny_ming import HIDDEN, LAYERS, PLACES, make_tiny_ming
 from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.written_families import loaded, random_pictures
 
@@ -250,6 +250,19 @@ def test_tokens_of_a_sound(kind: str, root: str) -> None:
             batch["mm_token_type_ids"][0, last] = 0
             with pytest.raises(DataError, match="tokens for the media"):
                 model(**batch)
+
+
+def test_sounds_that_the_encoder_does_not_take_are_refused_with_their_row(root: str) -> None:
+    """By the processor, so that rows are told or left out before a step meets them."""
+    processor: Any = load_processor(released(root, "1.5")[0])
+    hears = processor.feature_extractor
+    longest = 2 * PLACES * 160
+    assert hears([np.zeros(longest, dtype=np.float32)])["input_features_mask"].shape == (1, 2 * PLACES)
+    with pytest.raises(ValueError, match=f"{2 * PLACES + 1} frames are more than the encoder's {2 * PLACES}"):
+        hears([np.zeros(800, dtype=np.float32), np.zeros(longest + 160, dtype=np.float32)])
+    assert hears([np.zeros(201, dtype=np.float32)])["input_features_mask"].tolist() == [[1]]
+    with pytest.raises(ValueError, match="200 samples are fewer than the 201 that a frame needs"):
+        hears([np.zeros(200, dtype=np.float32)])
 
 
 def test_frames_of_the_preview_are_joined(root: str) -> None:
