@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import ming_by_hand as by_hand
@@ -250,6 +250,20 @@ def test_tokens_of_a_sound(kind: str, root: str) -> None:
             batch["mm_token_type_ids"][0, last] = 0
             with pytest.raises(DataError, match="tokens for the media"):
                 model(**batch)
+
+
+def test_a_folder_without_its_processor_is_told_so(tmp_path: Path) -> None:
+    """The class of the processor has the chat template: that none is found is not what is wrong."""
+    from mindspeed_mm.fsdp.data.data_utils.template import build_template
+    from mindspeed_mm.fsdp.params.data_args import BasicParameters
+
+    folder = tmp_path / "model"
+    make_tiny_ming(folder)
+    basic = BasicParameters.model_validate({"dataset": "rows.jsonl", "cutoff_len": 64})
+    assert build_template(load_processor(folder), basic) is not None
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelFolderError, match="the processor of this 'bailingmm' model is missing"):
+        build_template(load_processor(folder), basic)
 
 
 def test_sounds_that_the_encoder_does_not_take_are_refused_with_their_row(root: str) -> None:
