@@ -66,6 +66,8 @@ def load_processor(
         provide_fun_asr_features()
     try:
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
+    except ModelFolderError:
+        raise  # of a family that is written here, which says it all
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
             has_vocabulary = any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES)
