@@ -40,9 +40,9 @@ _OF_PROCESSOR = (
     *("tokenizer.*", "tokenizer_config.json", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "vocab.*", "tekken.json", "*.model", "*.tiktoken", "*.bpe"),
 )
-_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
-"""The second: what makes codes of the sound that MiMo-V2.5 hears, with its weights; the third: the codec of Qwen3-TTS;
-the fourth: the frozen autoencoder of a model that draws."""
+_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "MOSS-Audio-Tokenizer", "vae"}
+"""The second to the fourth: what makes codes of sound for MiMo-V2.5, Qwen3-TTS and MOSS-TTS, with its weights; the
+last: the frozen autoencoder of a model that draws."""
 _FOLDERS_BESIDE = {"bailingmm": {"connector", "mlp", "scheduler", "talker", "transformer"}}
 """Model type → folders of further models that lie in a released one: Ming-Lite-Omni's, which speak and draw."""
 

@@ -285,7 +285,7 @@ def load_codec(folder: Path) -> MossAudioCodec:
 
 
 def codec_folder(model: Path) -> Path:
-    """Where the codec of a model's folder lies: inside it, or beside it.
+    """Where the codec of a model's folder lies: inside it, where exports keep it, or beside it.
 
     Raises:
         ModelFolderError: There is none.
@@ -296,5 +296,5 @@ def codec_folder(model: Path) -> Path:
     raise ModelFolderError(
         "there is no codec that makes sound of codes",
         where=str(model),
-        way_out=f"Copy the released folder '{FOLDER}' into it, or beside it.",
+        way_out=f"Copy the released folder '{FOLDER}' into it; in the folder that is trained, exports keep it.",
     )

@@ -163,8 +163,8 @@ def test_asked_for_it_is_compiled_all_the_same(folder: Path) -> None:
     model = build(folder)
     specialise(model)
     compile_modules(model, EAGER, find_blocks(model))
-    steps(model, batches=(batch for _, batch in zip(range(6), padded(), strict=False)))
-    assert counted(model)["compilations"] == 6
+    steps(model, batches=(batch for _, batch in zip(range(4), padded(), strict=False)))
+    assert counted(model)["compilations"] == 4 > MOST_COMPILATIONS
 
 
 def test_a_backend_that_fails_is_told_where_nobody_asked_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
