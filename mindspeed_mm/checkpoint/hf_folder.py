@@ -40,11 +40,13 @@ _OF_PROCESSOR = (
     *("tokenizer.*", "tokenizer_config.json", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "vocab.*", "tekken.json", "*.model", "*.tiktoken", "*.bpe"),
 )
-_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "MOSS-Audio-Tokenizer", "vae"}
-"""The second to the fourth: what makes codes of sound for MiMo-V2.5, Qwen3-TTS and MOSS-TTS, with its weights; the
-last: the frozen autoencoder of a model that draws."""
+_ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
+"""The second and the third: what makes codes of sound for MiMo-V2.5 and Qwen3-TTS, with its weights; the last: the
+frozen autoencoder of a model that draws."""
 _FOLDERS_BESIDE = {"bailingmm": {"connector", "mlp", "scheduler", "talker", "transformer"}}
 """Model type → folders of further models that lie in a released one: Ming-Lite-Omni's, which speak and draw."""
+_CODECS = {"moss_tts_delay": "MOSS-Audio-Tokenizer"}
+"""Model type → folder of what turns its codes into sound, which lies in the model's folder, or beside it."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +297,12 @@ def asset_files(source: Path) -> dict[str, Path]:
     Raises:
         ModelFolderError: There is no config.json, or something leads out of the folder; see `check_links`.
     """
-    beside = _FOLDERS_BESIDE.get(str(model_config(source).get("model_type")), set())
+    kind = str(model_config(source).get("model_type"))
+    beside = _FOLDERS_BESIDE.get(kind, set())
     assets: dict[str, Path] = {}
+    if (codec := codec_folder(source, kind)) is not None:
+        check_links(codec, deep=True)
+        assets[codec.name] = codec
     for path in sorted(source.iterdir()):
         if not _is_asset(path) and not (path.is_dir() and path.name in beside):
             continue
@@ -304,6 +310,20 @@ def asset_files(source: Path) -> dict[str, Path]:
             check_links(path, deep=True)
         assets[path.name] = path
     return assets
+
+
+def codec_folder(model: Path, kind: str) -> Path | None:
+    """What turns the codes of a model into sound, inside its folder or beside it; None where there is none, or it is a
+    part of the model's own files.
+
+    Args:
+        model: The model's folder.
+        kind: Its `model_type`.
+    """
+    name = _CODECS.get(kind)
+    if name is None:
+        return None
+    return next((path for path in (model / name, model.resolve().parent / name) if path.is_dir()), None)
 
 
 def _is_asset(path: Path) -> bool:

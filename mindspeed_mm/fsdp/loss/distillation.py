@@ -8,7 +8,7 @@ import torch
 
 def dmd_gradient(x: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """(x̂_fake − x̂_real) / mean |x − x̂_real| of each sample (DMD, equations 7 and 8). Where a sample is exactly what the
-    teacher makes of it, there is nothing to divide by, and the gradient is 0.
+    teacher makes of it, there is nothing to divide by, and the gradient is 0. What is not finite stays so.
 
     Args:
         x: (B, …) samples of the student.
@@ -16,7 +16,8 @@ def dmd_gradient(x: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> tor
         real: The same by the teacher, with its guidance.
     """
     of_sample = (x - real).abs().flatten(1).mean(dim=1).reshape(-1, *[1] * (x.dim() - 1))
-    return torch.nan_to_num((fake - real) / of_sample, posinf=0.0, neginf=0.0)
+    difference = fake - real
+    return torch.where(of_sample == 0, torch.zeros_like(difference), difference / of_sample)
 
 
 def dmd_loss(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,13 @@ def check_distilled_generator(dmd: DmdArguments, adapter: DiffusionAdapter, mode
             key=_KEY,
             way_out="Choose another model.",
         )
+    if dmd.negative_prompt and adapter.takes_guidance:
+        raise ConfigError(
+            f"'{dmd.negative_prompt:.80}' has no effect: {type(model).__name__} takes guidance as an input, and is "
+            "guided away from no prompt",
+            key="posttrain.dmd.negative_prompt",
+            way_out="Leave it out.",
+        )
     if dmd.num_frame_per_block is not None and not adapter.draws_blocks:
         raise ConfigError(
             f"{dmd.num_frame_per_block}, but {type(model).__name__} is not drawn in blocks of frames",

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.loss.sde_steps import clean
@@ -100,16 +99,7 @@ class StudentDrawing:
         Raises:
             DataError: The frames are no whole number of blocks.
         """
-        size = self.few.num_frame_per_block
-        if size is None:
-            return [(0, 1)]
-        if latent_shape[1] % size:
-            raise DataError(
-                f"{latent_shape[1]} latent frames are no whole number of blocks of {size}",
-                key="num_frames",
-                way_out="Ask for frames that make whole blocks, or set another posttrain.dmd.num_frame_per_block.",
-            )
-        return self.few.blocks(latent_shape[1])
+        return [(0, 1)] if self.few.num_frame_per_block is None else self.few.blocks(latent_shape[1])
 
     def _drawn(
         self,

@@ -519,12 +519,15 @@ class _Check:
         import torch
 
         from mindspeed_mm.fsdp.distributed.context.plan import check_sample_tokens
+        from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
         from mindspeed_mm.fsdp.train.memory.forecast import features_of
 
         adapter = self.adapter
         assert adapter is not None  # asked of generators alone
         batch = features_of(self.batch, adapter) if "pixels" in self.batch else self.batch
         latents = batch["latents"]
+        if (few := FewSteps.of_run(self.config.arguments)) is not None and few.num_frame_per_block is not None:
+            few.blocks(latents.shape[2])
         inputs: dict[str, object] = adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
         if self.plan.parallel.context is not None:
             check_sample_tokens(self.outline.model, latents, self.plan.parallel.context)

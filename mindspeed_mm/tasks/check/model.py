@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.train.distillation.critic_start import (
-    CRITIC_KEY,
     critic_folder,
+    critic_key,
     critic_start,
     told_of_critic,
 )
@@ -99,7 +99,7 @@ def check_critic(arguments: Arguments, student: nn.Module) -> None:
     with told_of_critic(arguments):
         outline = build_outline(start)
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
-    check_same_inputs(student, outline.model, folder, CRITIC_KEY)
+    check_same_inputs(student, outline.model, folder, critic_key(arguments))
 
 
 _FRESH: dict[str, Any] = {"load": None}

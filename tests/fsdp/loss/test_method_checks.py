@@ -27,7 +27,9 @@ def family(
     parts: tuple[str, ...] = ("transformer",),
 ) -> Any:
     path = SimpleNamespace(is_flow=is_flow, describe=lambda: "predicting noise")
-    return SimpleNamespace(noise_path=path, further_latents=further, task=task, transformers=parts, draws_blocks=False)
+    return SimpleNamespace(
+        noise_path=path, further_latents=further, task=task, transformers=parts, draws_blocks=False, takes_guidance=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,8 @@ def test_students_that_cannot_be(adapter: Any, words: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_distilled_generator(DmdArguments(num_frame_per_block=3), adapter, nn.Identity())
     assert words in str(caught.value) and key in str(caught.value)
+    with pytest.raises(ConfigError, match=r"negative_prompt.*'blurred' has no effect"):
+        check_distilled_generator(DmdArguments(negative_prompt="blurred"), family(), nn.Identity())
     check_distilled_generator(DmdArguments(), family(), nn.Identity())
 
 

@@ -92,6 +92,7 @@ DISTILLED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"reference": {"sync_steps": 2}}, {}, "reference.sync_steps", "Leave"),
     ({"reference": {"kind": "stored"}}, {}, "reference.kind", "auto"),
     ({"dmd": {"score_range": [0.5, 0.2]}}, {}, "dmd.score_range", "smaller one first"),
+    ({"dmd": {"guidance_scale": 1, "negative_prompt": "blurred"}}, {}, "dmd.negative_prompt", "guidance_scale"),
     ({"dmd": {"context_noise": 100}}, {}, "dmd.context_noise", "num_frame_per_block"),
     ({"dmd": {"same_step_across_blocks": False}}, {}, "dmd.same_step_across_blocks", "num_frame_per_block"),
     ({}, {"training": {"diffusion": {"caption_dropout": 0.1}}}, "diffusion.caption_dropout", "Leave"),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from mindspeed_mm.checkpoint.hf_folder import copy_assets
 from mindspeed_mm.cli import mm_convert
 from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -333,3 +334,16 @@ def test_its_converter_takes_a_folder_with_its_codec_there_and_back(folder: Path
     for name in ("config.json", "model.safetensors"):
         stored, kept = ((each / "MOSS-Audio-Tokenizer" / name).read_bytes() for each in (folder, tmp_path / "hf"))
         assert stored == kept
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
+def test_what_makes_sound_goes_where_the_model_goes(tmp_path: Path, inside: bool) -> None:
+    """A folder with the model's settings has the codec, wherever it was: runs and exported folders speak."""
+    folder = write_moss_speaker(tmp_path / "release")
+    codec = folder.parent / "MOSS-Audio-Tokenizer"
+    if inside:
+        codec = codec.rename(folder / codec.name)
+    (tmp_path / "exported").mkdir()
+    copy_assets(folder, tmp_path / "exported")
+    for file in codec.iterdir():
+        assert (tmp_path / "exported" / codec.name / file.name).read_bytes() == file.read_bytes()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.loss.distillation import dmd_gradient
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FEW_STEPS, FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -21,6 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.posttrain_args import DmdArguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.distillation import critic as critic_module
 from mindspeed_mm.fsdp.train.distillation import objective as objective_module
 from mindspeed_mm.fsdp.train.distillation.critic import Critic
 from mindspeed_mm.fsdp.train.distillation.objective import (
@@ -192,6 +194,14 @@ def test_faults_are_found(wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gap(wan) > 1e-3
 
 
+def test_what_is_not_finite_is_no_gradient_of_nothing() -> None:
+    """A sample that is what the teacher makes of it learns nothing; a teacher or critic that fails is seen."""
+    x, nan = torch.ones(2, 3), torch.tensor([[1.0, torch.nan, 1.0], [2.0, 2.0, 2.0]])
+    assert not dmd_gradient(x, 2 * x, x).any()
+    assert dmd_gradient(x, nan, 2 * x)[0].isnan().any() and dmd_gradient(x, nan, 2 * x)[1].isfinite().all()
+    assert dmd_gradient(x, x, nan)[0].isnan().all()
+
+
 def test_only_the_student_learns_of_its_loss_and_only_the_critic_of_its_own(wan: Path) -> None:
     models, batch = three_models(wan), some_batch()
     objective = build(wan, models)
@@ -242,7 +252,7 @@ def test_a_run_that_stops_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> No
 
 def test_a_critic_that_does_not_learn_is_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above compares would not tell: here the critic stays what it was."""
-    monkeypatch.setattr(Critic, "update", lambda critic: critic.optimizer.zero_grad())
+    monkeypatch.setattr(Critic, "update", lambda _critic: torch.zeros(()))
     train(folder / "run.yaml", tmp_path / "run", "training.train_iters=1")
     found = tensors(tmp_path / "run")
     assert not [name for name in found if name.startswith("critic_optimizer.")]
@@ -276,6 +286,36 @@ def test_mm_check_passes_what_trains(folder: Path) -> None:
     said = mm("check", folder / "run.yaml")
     assert said.code == 0, said.out + said.err
     assert "critic" in said.out
+
+
+def test_a_critic_whose_gradients_are_not_finite_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the policy of a step that is not finite: the run stops, or goes on and says so."""
+    monkeypatch.setattr(critic_module, "grad_norm", lambda _parameters: torch.tensor(torch.inf))
+    said = mm("train", folder / "run.yaml", f"training.save={tmp_path / 'stop'}")
+    assert said.code != 0 and "step 1 is not finite" in said.err and "in critic/loss" in said.err
+    words = ("training.on_nonfinite=skip", "training.train_iters=1", f"training.save={tmp_path / 'skip'}")
+    said = mm("train", folder / "run.yaml", *words)
+    assert said.code == 0 and "in critic/loss and was skipped" in said.out + said.err
+
+
+def test_a_teacher_of_another_family_is_told_under_its_own_key(folder: Path, wan: Path, tmp_path: Path) -> None:
+    """The critic begins as the teacher does: both say the same, once."""
+    word = f"posttrain.reference.model_name_or_path={wan}"
+    for said in (
+        mm("check", folder / "run.yaml", word),
+        mm("train", folder / "run.yaml", word, f"training.save={tmp_path / 'run'}"),
+    ):
+        text = said.out + said.err
+        assert said.code == 2 and "1 problem" in text and "posttrain.reference.model_name_or_path" in text
+        assert "critic_name_or_path" not in text
+
+
+def test_frames_that_are_no_whole_blocks_are_refused_before_training(tmp_path: Path) -> None:
+    yaml = make_tiny_distillation(tmp_path, "t2v")  # of 2 latent frames
+    said = mm("check", yaml, "posttrain.dmd.num_frame_per_block=3")
+    assert said.code == 4 and "2 latent frames are no whole number of blocks of 3" in said.out + said.err
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def codes_of(
         DataError: There are none, or none that the model knows.
     """
     given = row.get(column)
-    if given is None or not len(given):
+    if given is None or (isinstance(given, Sequence | np.ndarray) and not len(given)):
         raise DataError(
             "there are no codes, and no codec here makes them of a sound",
             where=place,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import DataError, ModelFolderError
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.argument import Arguments
@@ -78,8 +78,18 @@ class FewSteps:
         return tuple(shift * share / (1.0 + (shift - 1.0) * share) for share in shares)
 
     def blocks(self, frames: int) -> list[tuple[int, int]]:
-        """First latent frame of each block, and the one behind its last: whole blocks, in turn."""
+        """First latent frame of each block, and the one behind its last: whole blocks, in turn.
+
+        Raises:
+            DataError: The frames are no whole number of blocks.
+        """
         size = self.num_frame_per_block or frames
+        if frames % size:
+            raise DataError(
+                f"{frames} latent frames are no whole number of blocks of {size}",
+                key="num_frames",
+                way_out="Ask for frames that make whole blocks, or set another posttrain.dmd.num_frame_per_block.",
+            )
         return [(first, first + size) for first in range(0, frames, size)]
 
 

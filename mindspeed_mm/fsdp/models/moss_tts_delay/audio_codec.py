@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from mindspeed_mm.checkpoint.hf_folder import codec_folder
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.moss_tts_delay.configuration_moss_tts_delay import MossTTSDelayConfig
 
 FOLDER = "MOSS-Audio-Tokenizer"
 _KINDS = ("rlfq", "random_prefix_rlfq")
@@ -284,17 +286,17 @@ def load_codec(folder: Path) -> MossAudioCodec:
     return codec.eval().requires_grad_(False)
 
 
-def codec_folder(model: Path) -> Path:
-    """Where the codec of a model's folder lies: inside it, where exports keep it, or beside it.
+def needed_codec(model: Path) -> Path:
+    """Where the codec of a model's folder lies: inside it, or beside it.
 
     Raises:
         ModelFolderError: There is none.
     """
-    for folder in (model / FOLDER, model.resolve().parent / FOLDER):
-        if folder.is_dir():
-            return folder
-    raise ModelFolderError(
-        "there is no codec that makes sound of codes",
-        where=str(model),
-        way_out=f"Copy the released folder '{FOLDER}' into it; in the folder that is trained, exports keep it.",
-    )
+    folder = codec_folder(model, MossTTSDelayConfig.model_type)
+    if folder is None:
+        raise ModelFolderError(
+            "there is no codec that makes sound of codes",
+            where=str(model),
+            way_out=f"Copy the released folder '{FOLDER}' into it, or beside it.",
+        )
+    return folder

@@ -49,6 +49,12 @@ def _of_levels(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.score_range",
             way_out="Give two numbers, the smaller one first, e.g. [0.02, 0.98].",
         )
+    if dmd.negative_prompt and dmd.guidance_scale == 1:
+        yield Problem(
+            f"'{dmd.negative_prompt:.80}' has no effect: posttrain.dmd.guidance_scale is 1, which is no guidance",
+            key=f"{_KEY}.negative_prompt",
+            way_out="Leave it out, or set another guidance_scale.",
+        )
     if dmd.num_frame_per_block is None:
         for name in _BLOCK_KEYS:
             if dmd[name] != type(dmd).model_fields[name].default:

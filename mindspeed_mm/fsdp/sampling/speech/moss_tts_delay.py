@@ -25,7 +25,7 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.layout import DelayedSequence, undelayed
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.moss_tts_delay_dataset import TurnWriter
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config, load_pretrained
-from mindspeed_mm.fsdp.models.moss_tts_delay.audio_codec import codec_folder, even_loudness, load_codec
+from mindspeed_mm.fsdp.models.moss_tts_delay.audio_codec import even_loudness, load_codec, needed_codec
 from mindspeed_mm.fsdp.models.moss_tts_delay.modeling_moss_tts_delay import MossTTSDelayModel
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, RowStart, TokenChoice, generator_of
@@ -55,7 +55,7 @@ class MossTTSDelayVoice(Voice):
 
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
         config = load_model_config(folder)
-        self._codec = load_codec(codec_folder(folder))
+        self._codec = load_codec(needed_codec(folder))
         if self._codec.books < config.n_vq or self._codec.codes != config.audio_vocab_size:
             raise ModelFolderError(
                 f"the codec has {self._codec.books} codebooks of {self._codec.codes} codes, the model {config.n_vq} of "

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import assemble
-from mindspeed_mm.fsdp.train.distillation.critic_start import CRITIC_KEY, critic_folder, critic_start, told_of_critic
+from mindspeed_mm.fsdp.train.distillation.critic_start import critic_folder, critic_key, critic_start, told_of_critic
 from mindspeed_mm.fsdp.train.distillation.objective import CRITIC, STUDENT, DistillationObjective
 from mindspeed_mm.fsdp.train.reference import check_same_inputs
 from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward
@@ -38,8 +38,8 @@ class Critic:
     steps: int = 0
     """Optimizer steps of the run that are done."""
 
-    def update(self) -> None:
-        """Take the gradients that were added up, unless they are not finite."""
+    def update(self) -> torch.Tensor:
+        """Take the gradients that were added up, unless they are not finite; returns their norm, of all ranks."""
         parameters = list(self.model.parameters())
         norm = grad_norm(parameters)
         if math.isfinite(float(norm)):
@@ -47,6 +47,7 @@ class Critic:
                 clip_grads_(parameters, norm, self.clip_grad, foreach=self.clip_foreach)
             self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm
 
 
 def build_critic(
@@ -67,7 +68,7 @@ def build_critic(
     weights = None if folder else weights_folder_of_load(arguments.training.load)
     with told_of_critic(arguments):
         assembled = assemble(start, device, weights=weights)
-    check_same_inputs(student, assembled.model, folder, CRITIC_KEY)
+    check_same_inputs(student, assembled.model, folder, critic_key(arguments))
     optimizer = build_optimizer(assembled.model, start.training, start.features, assembled.plan.groups, note=note)
     return Critic(assembled.model, optimizer, start.training.clip_grad, start.training.clip_grad_foreach)
 
@@ -102,7 +103,8 @@ class DistillationForwardBackward:
 
         Returns:
             This rank's share of the student's normalised loss, and of the critic's, the mean over its updates. Each
-            update counts its samples alike, as if all updates had as many.
+            update counts its samples alike, as if all updates had as many. The critic's is NaN where a gradient of it
+            was not finite, so that the step is told, and skipped or stopped at, as any other that is not.
         """
         size = len(micro_batches) // (self._updates + 1)
         step = self._critic.steps
@@ -130,5 +132,5 @@ class DistillationForwardBackward:
             loss = self._objective.critic_loss(self._student, batch) / denominator
             loss.backward()
             total = total.to(loss.device) + loss.detach()
-        critic.update()
-        return total
+        norm = critic.update()
+        return total if math.isfinite(float(norm)) else torch.full_like(total, torch.nan)

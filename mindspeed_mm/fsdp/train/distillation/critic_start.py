@@ -9,13 +9,19 @@ from dataclasses import replace
 from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.train.reference_start import FOLDER_KEY as REFERENCE_KEY
 
-CRITIC_KEY = "posttrain.dmd.critic_name_or_path"
+_OWN_KEY = "posttrain.dmd.critic_name_or_path"
 
 
 def critic_folder(arguments: Arguments) -> str | None:
     """The folder that the critic starts from; None: the student's, as its training starts."""
     return arguments.posttrain.dmd.critic_name_or_path or arguments.posttrain.reference.model_name_or_path
+
+
+def critic_key(arguments: Arguments) -> str:
+    """The key that names `critic_folder`."""
+    return _OWN_KEY if arguments.posttrain.dmd.critic_name_or_path else REFERENCE_KEY
 
 
 def critic_start(arguments: Arguments) -> Arguments:
@@ -43,11 +49,11 @@ def critic_start(arguments: Arguments) -> Arguments:
 
 @contextmanager
 def told_of_critic(arguments: Arguments) -> Iterator[None]:
-    """What is wrong with a folder of the critic's own is told under the key that names it."""
-    has_own = arguments.posttrain.dmd.critic_name_or_path is not None
+    """What is wrong with a folder that is not the student's is told under the key that names it."""
+    key, is_named = critic_key(arguments), critic_folder(arguments) is not None
 
     def with_key(problem: Problem) -> Problem:
-        return replace(problem, key=CRITIC_KEY) if has_own and problem.key == "model.model_name_or_path" else problem
+        return replace(problem, key=key) if is_named and problem.key == "model.model_name_or_path" else problem
 
     with told_as(with_key):
         yield

@@ -205,6 +205,9 @@ def skipped_or_stopped(
         DivergedError: The policy says stop, too many were skipped in a row, or weights are not finite.
     """
     what = f"step {launched.step} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
+    terms = [name for name, value in losses.items() if not math.isfinite(value)]
+    if 0 < len(terms) < len(losses):
+        what = f"{what} in {', '.join(terms[:8])}"
     if bad := [f"rank {each.rank}: {each.bad_weight}" for each in ranks if each.bad_weight is not None]:
         raise DivergedError(
             f"{what}, and weights contain NaN or infinity: no sample is at fault, and no step can be",

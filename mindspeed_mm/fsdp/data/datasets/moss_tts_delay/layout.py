@@ -25,6 +25,8 @@ AUDIO = "<|audio|>"
 """In a text: here stand the codes of a sound."""
 FIELDS = ("instruction", "tokens", "quality", "sound_event", "ambient_sound", "language", "text")
 """Of a user's turn, in their order, behind the references."""
+SAID = ("instruction", "sound_event", "ambient_sound", "text")
+"""Those that ask for a sound; the others say how it is to be."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows
 from mindspeed_mm.fsdp.data.datasets.moss_tts_delay.layout import (
     AUDIO,
     FIELDS,
+    SAID,
     DelayedSequence,
     sound_part,
     text_part,
@@ -149,7 +150,11 @@ class TurnWriter:
         Raises:
             DataError: Nothing is said, or a field holds a mark of sounds.
         """
-        if not any(row.get(name) for name in FIELDS):
+        for name in FIELDS:
+            if isinstance(row.get(name), Mapping | list):
+                what = f"{row[name]!r:.80} is not text"
+                raise DataError(what, where=place, key=name, way_out="Repair or drop the row.")
+        if not any(str(row.get(name) or "").strip() for name in SAID):
             raise DataError("there is nothing to say", where=place, key="text", way_out="Repair or drop the row.")
         for name in FIELDS:
             if AUDIO in str(row.get(name)):
@@ -197,7 +202,7 @@ def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list
     """
     for name in _CODES_OF_VOICES:
         given = row.get(name)
-        if given is None or not len(given):
+        if given is None or (isinstance(given, Sequence | np.ndarray) and not len(given)):
             continue
         each = given if _depth(given) == 3 else [given]
         return [None if v is None else codes_of({name: v}, place, sizes, _EXTRACTED_BY, name) for v in each]
