@@ -252,7 +252,10 @@ def test_a_sound_that_is_too_short_is_refused(root: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"audio_group_size": 2}, "^[^ ]*config.json  processor_config.audio_group_size  is 2, audio_config.group_size is 4"),
+        (
+            {"audio_group_size": 2},
+            "^[^ ]*config.json  processor_config.audio_group_size  is 2, audio_config.group_size is 4",
+        ),
         ({"image_token_id": 99999}, "the tokenizer has no token 99999, processor_config.image_token_id"),
     ],
 )
