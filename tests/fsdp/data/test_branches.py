@@ -98,7 +98,7 @@ def test_b_template_plugin_and_collator(folder: Path) -> None:
 
 
 def test_b_an_opening_that_the_tokenizer_joins_to_the_answer_is_told(folder: Path) -> None:
-    """Trained on ` one` as a single token, the model would be asked with a blank in front of its answer, never trained."""
+    """Trained on ` one` as one token, the model would be asked with a blank in front of its answer, never trained."""
     parts = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     row = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "one"}]}
     (folder / "words.jsonl").write_text(json.dumps(row) + "\n")
