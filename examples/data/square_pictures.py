@@ -31,10 +31,10 @@ register_template(
 {%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
 {%- endfor -%}{%- endif -%}
 {%- endset -%}
-{%- if message.role == 'assistant' -%}{{ 'Answer: ' + text + '<|im_end|>\\n' }}
+{%- if message.role == 'assistant' -%}{{ 'Answer:\\n' + text + '<|im_end|>\\n' }}
 {%- else -%}{{ 'Question: ' + text + '\\n' }}{%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ 'Answer: ' }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ 'Answer:\\n' }}{%- endif -%}
 """,
 )
 

@@ -41,8 +41,8 @@ _OF_PROCESSOR = (
     *("merges.txt", "vocab.*", "tekken.json", "*.model", "*.tiktoken", "*.bpe"),
 )
 _ASSET_FOLDERS = {"additional_chat_templates", "audio_tokenizer", "speech_tokenizer", "vae"}
-"""The second: what makes codes of the sound that MiMo-V2.5 hears, with its weights; the third: the codec of Qwen3-TTS;
-the fourth: the frozen autoencoder of a model that draws."""
+"""The second and the third: what makes codes of sound for MiMo-V2.5 and Qwen3-TTS, with its weights; the last: the
+frozen autoencoder of a model that draws."""
 _FOLDERS_BESIDE = {"bailingmm": {"connector", "mlp", "scheduler", "talker", "transformer"}}
 """Model type → folders of further models that lie in a released one: Ming-Lite-Omni's, which speak and draw."""
 _CODECS = {"moss_tts_delay": "MOSS-Audio-Tokenizer"}

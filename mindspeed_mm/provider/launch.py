@@ -20,6 +20,15 @@ _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 """How entries begin that need no learning rate and no number of steps."""
 _STANDS_FOR = dict.fromkeys(("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"), ("--posttrain-method", "dpo"))
 """Entry → flags that it is as good as given."""
+_NOT_BUILT = {
+    "finetune_t2i.py": (
+        "what draws in Ming-Lite-Omni",
+        'finetune_vl.py trains what sees, hears and answers. Models that draw: mm route "draw a picture".',
+    ),
+    "inference_qihoo.py": ("Qihoo-T2X", 'Models that draw and film: mm route "make a video".'),
+    "pretrain_ae.py": ("the training of autoencoders", "Take the weights of one that is released."),
+}
+"""Entry of MindSpeed-MM → what it starts, which is not built, and a way out."""
 _NAME = re.compile(r"\s*(?:export\s+)?(\w+)=")
 _PIECE = re.compile(
     r"\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|[^\s;\"'`$]+|\$)", re.DOTALL
@@ -102,6 +111,9 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
             where=words[entry],
             way_out="Start it: it trains as that YAML does.",
         )
+    if name in _NOT_BUILT:
+        what, way_out = _NOT_BUILT[name]
+        raise UsageError(f"starts {what}, which is not built", where=words[entry], way_out=way_out)
     launcher, own = words[:entry], list(words[entry + 1 :])
     if "msrun" in launcher[:1]:
         raise _of_mindspore(words[entry])

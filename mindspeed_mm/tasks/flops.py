@@ -78,7 +78,10 @@ def run(request: FlopsRequest) -> FlopsReport:
     model, count = _counted(request)
     if count is None:
         raise ConfigError(
-            f"it is not known what the modules of a {type(model).__name__} get as input", where=str(request.target)
+            f"it is not known what the modules of a {type(model).__name__} get as input",
+            where=str(request.target),
+            way_out="Derive the class from PreTrainedModel, with get_input_embeddings and, for media, get_towers: "
+            "docs/plugins.md, step 3. To shard the blocks that are found, leave parallel.fsdp_plan.apply_modules out.",
         )
     batch = imagined_batch(model, sample, samples)
     lengths = count.lengths(with_labels(batch, count.lengths(batch), sample, samples))

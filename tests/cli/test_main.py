@@ -115,6 +115,22 @@ def test_an_error_in_a_plugin_is_no_bug_of_the_suite(
     assert f"{tmp_path / 'odd_plugin.py'}:2" in told and "bug" not in told
 
 
+def test_what_a_class_of_a_plugin_lacks_is_no_bug_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library asks a configuration for a field that the plugin's class has not: no line of the plugin is run."""
+    (tmp_path / "poor_plugin.py").write_text("class Settings:\n    width = 3\n")
+    monkeypatch.setattr(plugins, "_OUTSIDE", set())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plugins.import_plugin(["poor_plugin.py"])
+    settings = sys.modules["poor_plugin"].Settings()
+    assert main.guarded(lambda: settings.depth) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("the plugin's code fails: AttributeError: 'Settings' object has no attribute 'depth' (")
+    assert f"{tmp_path / 'poor_plugin.py'}, class Settings" in told and "bug" not in told
+
+
 @pytest.mark.parametrize("words", [["train", "--traceback"], ["--traceback", "train"]])
 def test_the_traceback_is_shown_when_asked_for(
     words: list[str], verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -36,7 +36,9 @@ KEYS = (
     Refusal("nothing is trained", ("model.freeze=['*']",), "nothing is left to train", "model.freeze"),
     Refusal("every module frozen", ("model.freeze=[model,lm_head]",), "freezes every parameter", "model.freeze"),
     Refusal("a freeze of nothing", ("model.freeze=[model.vision]",), "matches no", "model.freeze"),
-    Refusal("what is not built", ("features.loss_cfg.loss_type=dict",), "does not have", "features.loss_cfg.loss_type"),
+    Refusal(
+        "losses by name", ("features.loss_cfg.loss_type=dict",), "no losses by name", "features.loss_cfg.loss_type"
+    ),
     Refusal("inference that is not read", ("inference.seed=3",), "does not have", "inference.seed"),
     Refusal("an id that nobody has", ("model.model_id=qwen33",), "'qwen33' is not registered", "model.model_id"),
     Refusal(

@@ -1,4 +1,4 @@
-"""What plugins from outside the package have registered in this process."""
+"""What tests leave in this process: entries of plugins from outside the package, and secrets that it hides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from mindspeed_mm.core import redaction
 
 _REGISTRIES = {
     "mindspeed_mm.fsdp.utils.register": ("model_register", "data_register"),
@@ -19,9 +21,10 @@ _REGISTRIES = {
 @contextmanager
 def forgetting() -> Iterator[None]:
     """Take out what was registered within the `with` block, and the modules that did it: imported again, they do it
-    again."""
-    entries, modules = set(_registered_outside()), set(sys.modules)
+    again. Secrets of that time are no longer hidden."""
+    entries, modules, secrets = set(_registered_outside()), set(sys.modules), set(redaction._known)
     yield
+    redaction._known &= secrets
     for (room, registry, name), entry in _registered_outside().items():
         if (room, registry, name) not in entries:
             getattr(sys.modules[room], registry)._entries.pop(name)

@@ -178,6 +178,21 @@ def test_entries(tmp_path: Path) -> None:
         run_flags(["torchrun", "posttrain_flux_dancegrpo.py", *words], {})
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("finetune_t2i.py", "starts what draws in Ming-Lite-Omni, which is not built. finetune_vl.py trains what sees"),
+        ("inference_qihoo.py", "starts Qihoo-T2X, which is not built"),
+        ("pretrain_ae.py", "starts the training of autoencoders, which is not built"),
+    ],
+)
+def test_entries_that_are_not_built(entry: str, says: str, tmp_path: Path) -> None:
+    """Their flags are their own: nothing is said of these."""
+    words = f"{entry} --resolution 512 512 {NEEDED}"
+    with pytest.raises(UsageError, match=f"{entry}  {says}"):
+        of_script(tmp_path, f"torchrun --nproc_per_node 8 {words}\n")
+
+
 def test_what_a_block_sets_is_not_known(tmp_path: Path) -> None:
     text = f"A=x\nif true; then\n  A=y\nfi\npython b.py {NEEDED} --save $A\n"
     with pytest.raises(UsageError, match="A is worked out while the script runs"):

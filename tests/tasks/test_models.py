@@ -388,6 +388,7 @@ def test_what_else_a_wish_is_about_is_named() -> None:
         "music generation",
         "upscale an image",
         "image classification",
+        "anonymise faces in my pictures",
     ],
 )
 def test_what_nothing_here_does_is_said(wish: str) -> None:
@@ -396,11 +397,13 @@ def test_what_nothing_here_does_is_said(wish: str) -> None:
 
 
 NEWCOMERS = {
+    "see two of my trainings side by side": "Compare runs", "try five learning rates": "Compare runs",
     "compare two runs": "Compare runs", "which of my runs is better, A versus B": "Compare runs",
     "hyperparameter sweep": "Compare runs", "sweep learning rates": "Compare runs",
     "slurm": "Run on Slurm or Kubernetes", "train on a slurm cluster": "Run on Slurm or Kubernetes",
     "sbatch script": "Run on Slurm or Kubernetes", "run on kubernetes": "Run on Slurm or Kubernetes",
     "train without GPU": "Train without a GPU", "can I train without a GPU?": "Train without a GPU",
+    "train without a graphics card": "Train without a GPU",
     "fine-tune on CPU": "Train without a GPU", "train on my cpu": "Train without a GPU",
     **dict.fromkeys(
         ("web ui", "dashboard", "a gradio page for training", "fine-tune in a web ui"),
@@ -408,6 +411,7 @@ NEWCOMERS = {
     ),
     "plugin import errors": "Train by a YAML, with models and data sets of your own",
     "chat with my model in a web UI": "Serve a model over HTTP",
+    "my laptop only has a gguf file, can I use it": "Convert a checkpoint to another layout",
     "load a gguf model and convert it": "Convert a checkpoint to another layout",
     "use a reward model for GRPO": "Train a model on preferences or rewards",
     "convert a checkpoint for CPU-only use": "Train without a GPU",

@@ -239,6 +239,15 @@ def test_a_family_fits_on_a_screen(card: ModelCard) -> None:
         assert "modules for model.freeze" in "\n".join(lines)
 
 
+def test_a_card_says_what_is_not_trained() -> None:
+    left = {card.name: card.not_trained for card in families() if card.not_trained}
+    assert left.keys() == {"ming", "qwen2_5omni", "qwen3omni"}
+    lines = catalogue.as_card(CARDS["ming"]).split("\n")
+    said = "speech (talker), drawing (diffusion): not trained, and handed on unchanged by mm export"
+    assert f"  left out  {said}" in lines
+    assert "left out" not in catalogue.as_card(CARDS["qwen3vl"])
+
+
 def test_json_has_the_same_as_fields() -> None:
     (found,) = json.loads(mm("models", "qwen3vl", "--json").out)
     start = start_of(CARDS["qwen3vl"], PLAIN)

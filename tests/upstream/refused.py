@@ -29,9 +29,9 @@ REFUSED = (
     Refused("/opensora2.0/", "media of Open-Sora 2.0, which is not built", _PLANNED),
     Refused("/lumina/", "rows of tokens that Lumina-mGPT 2.0's own encoder made", _PLANNED),
     Refused("/videoalign/", "rows of VideoAlign, which is not built", _PLANNED),
-    Refused("/qihoo_t2x/", "there is no such entry", _PLANNED),
-    Refused("/vae/", r"--ae-lr\s+unknown flag", _PLANNED),
-    Refused("/ming/finetune_t2i", "there is no such entry|'512' belongs to no flag", _PLANNED),
+    Refused("/qihoo_t2x/", "starts Qihoo-T2X, which is not built", _PLANNED),
+    Refused("/vae/", "starts the training of autoencoders, which is not built", _PLANNED),
+    Refused("/ming/finetune_t2i", "starts what draws in Ming-Lite-Omni, which is not built", _PLANNED),
 )  # fmt: skip
 """Checked in this order."""
 

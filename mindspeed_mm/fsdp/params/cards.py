@@ -152,6 +152,8 @@ class ModelCard:
     more than the largest device has."""
     further_classes: tuple[str, ...] = ()
     """Of a generator that is written here: classes of its denoising transformers beside that of `model_class`."""
+    not_trained: tuple[str, ...] = ()
+    """What a released folder holds beside the model: it is not loaded, and exports have it as it was."""
 
     @property
     def generates(self) -> bool:
@@ -183,6 +185,7 @@ def families() -> tuple[ModelCard, ...]:
                 tuple(card.get("lora_targets") or ()),
                 card.get("needs_gib") or {},
                 tuple(card.get("further_classes") or ()),
+                tuple(card.get("not_trained") or ()),
             )
         )
     return tuple(found)

@@ -247,10 +247,10 @@ def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule,
         why = f"the run is {schedule.total_steps:,} steps long, no longer {total:,}"
     last, due, now = before.at(iteration - 1), before.at(iteration), schedule.at(iteration)
     if math.isclose(last, now, rel_tol=1e-3):  # no jump: the rates part from here on
-        told, told_due = _told_apart(now, due)
-        return f"{why}: the learning rate of step {iteration + 1} is {told}, not {told_due}"
-    told_last, told = _told_apart(last, now)
-    return f"{why}: the learning rate jumps from {told_last} at step {iteration} to {told} at step {iteration + 1}"
+        here, there = _told_apart(now, due)
+        return f"{why}: the learning rate of step {iteration + 1} is {here}, not {there}"
+    start, end = _told_apart(last, now)
+    return f"{why}: the learning rate jumps from {start} at step {iteration} to {end} at step {iteration + 1}"
 
 
 def _told_apart(one: float, other: float) -> tuple[str, str]:

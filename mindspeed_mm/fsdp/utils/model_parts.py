@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # light paths ask for settings, and do without torch
+    import torch
+    from torch import nn
     from transformers import PreTrainedConfig
 
 
@@ -65,7 +64,7 @@ def _part(model: nn.Module, getter: str) -> nn.Module | None:
         part = get()
     except (AttributeError, NotImplementedError):  # how transformers says that there is none
         return None
-    return part if isinstance(part, nn.Module) else None
+    return part if hasattr(part, "named_parameters") else None
 
 
 def module_names(model: nn.Module) -> list[str]:
@@ -89,8 +88,7 @@ def base_layer_of(module: nn.Module) -> nn.Module:
 
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight of a layer, under an adapter or not."""
-    weight = base_layer_of(module).weight
-    assert isinstance(weight, torch.Tensor)
+    weight: torch.Tensor = base_layer_of(module).weight
     return weight
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.cards import is_of_suite, plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
-from mindspeed_mm.fsdp.utils.model_parts import setting_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 # --- importing --------------------------------------------------------------------------------------------------------
@@ -125,10 +125,15 @@ def place_of_error(error: BaseException) -> str:
 
 
 def place_in_plugin(error: BaseException) -> str:
-    """`file.py:12`: the last line of a plugin's files that an exception went through; empty when it met none."""
+    """`file.py:12`: the last line of a plugin's files that an exception went through, else the class of a plugin that
+    lacks what a library asked it for; empty when a plugin has no part in it."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if any(Path(frame.filename).is_relative_to(place) for place in _OUTSIDE):
             return f"{frame.filename}:{frame.lineno}"
+    asked = type(error.obj) if isinstance(error, AttributeError) else None
+    file = attribute_at(sys.modules.get(asked.__module__), "__file__") if asked is not None else None
+    if file is not None and any(Path(file).is_relative_to(place) for place in _OUTSIDE):
+        return f"{file}, class {asked.__name__}"
     return ""
 
 

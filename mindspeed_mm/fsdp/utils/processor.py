@@ -66,6 +66,8 @@ def load_processor(
         provide_fun_asr_features()
     try:
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
+    except ModelFolderError:
+        raise  # of a family that is written here, which says it all
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
             has_vocabulary = any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES)
@@ -156,20 +158,27 @@ def check_media_processor(folder: Path) -> None:
     Raises:
         ModelFolderError: Naming the missing file.
     """
+    if missing := missing_processor(folder):
+        raise missing
+
+
+def missing_processor(folder: Path) -> ModelFolderError | None:
+    """What to say of a folder without a processor whose model takes media; None of any other."""
     path = folder / "config.json"
     if not path.is_file() or _has_processor(folder):
-        return
+        return None
     prepare_for_transformers()
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # seconds, and only after the guard
 
     model_type = read_json_object(path, ModelFolderError).get("model_type")
-    if model_type in PROCESSOR_MAPPING_NAMES or model_type in own_model_types():
-        raise ModelFolderError(
-            f"the processor of this '{model_type}' model is missing: the folder has neither {PROCESSOR_FILES[0]} nor "
-            f"{PROCESSOR_FILES[1]}",
-            where=str(folder),
-            way_out=f"Copy {', '.join(PROCESSOR_FILES)}, those that the original model has, into the folder.",
-        )
+    if model_type not in PROCESSOR_MAPPING_NAMES and model_type not in own_model_types():
+        return None
+    return ModelFolderError(
+        f"the processor of this '{model_type}' model is missing: the folder has neither {PROCESSOR_FILES[0]} nor "
+        f"{PROCESSOR_FILES[1]}",
+        where=str(folder),
+        way_out=f"Copy {', '.join(PROCESSOR_FILES)}, those that the original model has, into the folder.",
+    )
 
 
 def beginning_of(processor: Any) -> list[int]:

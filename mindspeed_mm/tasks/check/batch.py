@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import keys_beside
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of, marks_left_to_collators
@@ -79,6 +79,7 @@ def warnings_of_samples(loader: MMDataLoader) -> Iterator[str]:
     if loader.repeat_note:
         yield f"{loader.repeat_note}: lower micro_batch_size or gradient_accumulation_steps, or give more data"
     dataset = loader.dataset
+    yield from _joined_openings(loader)
     if dataset.has_rows or dataset.collate_fn is None:
         return
     for pick in loader.order.step(DataPosition(0, 0)).step[0].picks:
@@ -86,6 +87,26 @@ def warnings_of_samples(loader: MMDataLoader) -> Iterator[str]:
         if apart:
             yield f"sample {dataset.place(pick.row)} has {apart}: its collate_fn must give each token its own label"
             return
+
+
+def _joined_openings(loader: MMDataLoader) -> Iterator[str]:
+    """A warning where the first sample is trained on other tokens than the model is asked with."""
+    from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset  # with its libraries
+
+    dataset, first = loader.dataset, loader.order.step(DataPosition(0, 0)).step[0].picks[0]
+    if not isinstance(dataset, Qwen2VLDataset):
+        return
+    try:
+        joined = dataset.joined_opening(first.row)
+    except DataError:
+        return  # the batch of it tells
+    if joined:
+        yield (
+            f"sample {dataset.place(first.row)}: the words that open an answer end with {joined!r}, which the "
+            "tokenizer joins to the answer's first word: a question alone ends in other tokens than were trained, and "
+            "answers go wrong; let what the template writes for add_generation_prompt end with a line break, or "
+            "without the blank"
+        )
 
 
 def notes_on_epochs(loader: MMDataLoader) -> Iterator[str]:

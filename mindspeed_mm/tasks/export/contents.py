@@ -247,6 +247,9 @@ def _adapter_contents(
             f"diffusers does not load adapters of {adapter.transformer_class} by {lora_format}'s names; ComfyUI does",
         )
 
+    if source.arguments is not None and FewSteps.of_run(source.arguments) is not None:
+        notes += ("adapters do not say that they draw in few steps; mm export --merge writes a folder that does",)
+
     def write(draft: Path) -> None:
         write_adapters(outline, tensors, draft, base, dtype=dtype, lora_format=lora_format)
         if write_view is not None:

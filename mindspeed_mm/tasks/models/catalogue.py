@@ -190,6 +190,8 @@ def as_card(card: ModelCard) -> str:
         lines.append(f"  trains    model.task: {', '.join(card.tasks)}")
     if card.proven:
         lines.append(f"  proven    {', '.join(card.proven)} (by which test: mm models {card.name} --proof)")
+    if card.not_trained:
+        lines.append(f"  left out  {', '.join(card.not_trained)}: not trained, and handed on unchanged by mm export")
     start = start_of(card, YamlRecipe())
     return "\n".join([*lines, "", *device_lines(start, card), *as_lines(start, card)])
 

@@ -17,6 +17,10 @@ _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
 _PHRASES = {
     r"\b(to|into|as|export\w*|write|save\w*|make)\b.*\bgguf\b": "gguf-export",
+    r"\bgguf\b(?!-export)": "convert convert",
+    r"\b(runs|trainings|experiments)\b.*\bside[ -]by[ -]side\b": "compare compare",
+    r"\bside[ -]by[ -]side\b.*\b(runs|trainings|experiments)\b": "compare compare",
+    r"\b(try\w*|several|different|many|two|three|four|five|\d+)\b.*\b(learning rates|batch sizes|settings)\b": "sweep",
     r"\b(train\w*|fit|build)\b.*\breward[ -]models?\b": "rewardmodel",
     r"^\W*(a )?reward[ -]models?\W*$|\breward[ -]model+ing\b": "rewardmodel",
     r"\b(train\w*|fine-?tun\w*|start\w*)\b.*\b(web[ -]?ui|gui|browser|gradio|llamaboard)\b": "webboard",
@@ -24,7 +28,7 @@ _PHRASES = {
     r"^\W*(an? |the )?(web[ -]?ui|gui|gradio|dashboard|web ?board)\W*$": "webboard",
     r"\b(web[ -]?ui|gui|gradio|chat page)\b": "serve serve",
     r"\bplugin\w*\b.*\berrors?\b": "plugin plugin",
-    r"\b(without|no|lacking)\b( an?| any)? (gpus?|npus?|accelerators?|cuda)\b": "cpu-only",
+    r"\b(without|no|lacking)\b( an?| any)? (gpus?|npus?|graphics? cards?|accelerators?|cuda)\b": "cpu-only",
     r"\bon( an?| my)? cpus?\b|\bcpu[ -]only\b": "cpu-only",
     r"\bunit[ -]tests?\b|\bci\b": "unittest",
     r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
@@ -60,6 +64,8 @@ _ABSENT = {
     ("music", "song", "melod"): "no family here makes music",
     ("classif",): "no family here has a head for classes; one that answers questions about pictures can answer "
     "with the class",
+    ("anonymi", "de-identif", "deidentif"): "no command here changes pictures of rows; a media plugin can, in "
+    "`encode_image`: docs/data.md",
     ("upscal", "super-res", "superres", "denois"): "no family here makes pictures larger or cleaner",
 }
 """What people ask for in vain."""

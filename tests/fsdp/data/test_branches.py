@@ -88,13 +88,25 @@ def test_b_template_plugin_and_collator(folder: Path) -> None:
     plain, own = preview_of(), preview_of(*words)
     answer = line["messages"][1]["content"]
     assert told(own["shown"][0]).startswith("Question: <|vision_start|>")
-    assert told(own["shown"][0]).endswith(f"Answer: {answer}<|im_end|>\n")
+    assert told(own["shown"][0]).endswith(f"Answer:\n{answer}<|im_end|>\n")
     assert trained(own["shown"][0]) == [f"{answer}<|im_end|>"]
     # A picture of 64 × 32 pixels is a square of 64 × 64 now: twice the tokens.
     assert [row["media"][0]["tokens"] for row in (plain["shown"][0], own["shown"][0])] == [8, 16]
     assert own["micro_batch"]["shapes"]["images_per_row"] == [2]
     assert own["micro_batch"]["dtypes"]["images_per_row"] == "int64"
     assert "images_per_row" not in plain["micro_batch"]["shapes"]
+
+
+def test_b_an_opening_that_the_tokenizer_joins_to_the_answer_is_told(folder: Path) -> None:
+    """Trained on ` one` as a single token, the model would be asked with a blank in front of its answer, never trained."""
+    parts = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    row = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "one"}]}
+    (folder / "words.jsonl").write_text(json.dumps(row) + "\n")
+    for blank in (" ", "\n"):
+        source = parts.replace(": {{ m.content", f":{blank}{{{{ m.content")
+        (folder / "t.jinja").write_text(source + "{% if add_generation_prompt %}assistant:" + blank + "{% endif %}")
+        words = [f"{BASIC}.dataset=words.jsonl", f"{BASIC}.chat_template=t.jinja", "training.micro_batch_size=1"]
+        assert ("end with ' ', which the tokenizer joins" in mm(folder, "check", "run.yaml", *words)) is (blank == " ")
 
 
 def test_b_lengths_are_known_from_headers() -> None:

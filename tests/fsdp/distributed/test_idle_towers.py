@@ -181,7 +181,8 @@ def call_wrong_decoder() -> str:
 
 
 def test_a_decoder_without_embeds_is_an_error():
-    assert "without inputs_embeds" in run_ranks(2, call_wrong_decoder)[0]
+    told = run_ranks(2, call_wrong_decoder)[0]
+    assert "without inputs_embeds" in told and "Call it with `inputs_embeds=` by name" in told
 
 
 def test_a_process_on_its_own_runs_no_tower_for_nothing():

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_mm.checkpoint.hf_folder import asset_files
-from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.params.data_args import DatasetParam, PreprocessParameters
@@ -26,6 +26,7 @@ from tests.helpers.decoder_logits import Weights
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.released_rows import write_rows
 from tests.helpers.tiny_mimov2_5 import (
+    CODEBOOKS,
     GROUP,
     KINDS,
     MARKS,
@@ -239,6 +240,40 @@ def test_codes_of_sound_equal_the_formulas(seconds: float, root: str) -> None:
     assert torch.equal(found[: len(expected)], expected)
     # The last frame is repeated until the groups are full.
     assert (found[len(expected) :] == expected[-1]).all()
+
+
+def test_a_sound_that_is_too_short_is_refused(root: str) -> None:
+    processor: Any = load_processor(released(root)[0])
+    assert processor.feature_extractor([sound_of(0.1)[:481]])["num_audio_tokens"] == [1]
+    with pytest.raises(ValueError, match="480 samples are fewer than the 481 that a frame needs"):
+        processor.feature_extractor([sound_of(0.1)[:480]])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"audio_group_size": 2},
+            "^[^ ]*config.json  processor_config.audio_group_size  is 2, audio_config.group_size is 4",
+        ),
+        ({"image_token_id": 99999}, "the tokenizer has no token 99999, processor_config.image_token_id"),
+    ],
+)
+def test_a_processor_of_another_model_is_refused(change: dict[str, Any], says: str, tmp_path: Path, root: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(released(root)[0], folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["processor_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=says):
+        load_processor(folder)
+
+
+def test_codes_of_fewer_codebooks_are_refused(root: str) -> None:
+    model = loaded(released(root)[0])
+    codes = torch.zeros(GROUP, CODEBOOKS - 1, dtype=torch.long)
+    with pytest.raises(DataError, match=f"codes of {CODEBOOKS - 1} codebooks, and the model has {CODEBOOKS}"):
+        model.get_audio_features(codes)
 
 
 def test_sound_without_its_encoder_is_refused(tmp_path: Path, root: str) -> None:

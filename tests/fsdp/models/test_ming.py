@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import ming_by_hand as by_hand
@@ -22,7 +22,7 @@ from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import differing, mm, tensors, train
-from tests.helpers.tiny_ming import HIDDEN, LAYERS, make_tiny_ming
+from tests.helpers.tiny_ming import HIDDEN, LAYERS, PLACES, make_tiny_ming
 from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.written_families import loaded, random_pictures
 
@@ -250,6 +250,33 @@ def test_tokens_of_a_sound(kind: str, root: str) -> None:
             batch["mm_token_type_ids"][0, last] = 0
             with pytest.raises(DataError, match="tokens for the media"):
                 model(**batch)
+
+
+def test_a_folder_without_its_processor_is_told_so(tmp_path: Path) -> None:
+    """The class of the processor has the chat template: that none is found is not what is wrong."""
+    from mindspeed_mm.fsdp.data.data_utils.template import build_template
+    from mindspeed_mm.fsdp.params.data_args import BasicParameters
+
+    folder = tmp_path / "model"
+    make_tiny_ming(folder)
+    basic = BasicParameters.model_validate({"dataset": "rows.jsonl", "cutoff_len": 64})
+    assert build_template(load_processor(folder), basic) is not None
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelFolderError, match="the processor of this 'bailingmm' model is missing"):
+        build_template(load_processor(folder), basic)
+
+
+def test_sounds_that_the_encoder_does_not_take_are_refused_with_their_row(root: str) -> None:
+    """By the processor, so that rows are told or left out before a step meets them."""
+    processor: Any = load_processor(released(root, "1.5")[0])
+    hears = processor.feature_extractor
+    longest = 2 * PLACES * 160
+    assert hears([np.zeros(longest, dtype=np.float32)])["input_features_mask"].shape == (1, 2 * PLACES)
+    with pytest.raises(ValueError, match=f"{2 * PLACES + 1} frames are more than the encoder's {2 * PLACES}"):
+        hears([np.zeros(800, dtype=np.float32), np.zeros(longest + 160, dtype=np.float32)])
+    assert hears([np.zeros(201, dtype=np.float32)])["input_features_mask"].tolist() == [[1]]
+    with pytest.raises(ValueError, match="200 samples are fewer than the 201 that a frame needs"):
+        hears([np.zeros(200, dtype=np.float32)])
 
 
 def test_frames_of_the_preview_are_joined(root: str) -> None:

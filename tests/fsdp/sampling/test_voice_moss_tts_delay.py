@@ -317,7 +317,11 @@ def test_the_command_writes_what_it_said(folder: Path, tmp_path: Path) -> None:
     assert rate == RATE and len(samples) % FRAME_SAMPLES == 0 and len(samples)
 
 
-def test_its_converter_takes_a_folder_there_and_back(folder: Path, tmp_path: Path) -> None:
+def test_its_converter_takes_a_folder_with_its_codec_there_and_back(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    folder = tmp_path / "model"
+    shutil.copytree(write_moss_codec(tmp_path / "codec"), folder / "MOSS-Audio-Tokenizer")
+
     def convert(subcommand: str, **flags: object) -> None:
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         assert mm_convert.run(["MOSSTTSConverter", subcommand, *words]) == 0
@@ -327,6 +331,9 @@ def test_its_converter_takes_a_folder_there_and_back(folder: Path, tmp_path: Pat
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+    for name in ("config.json", "model.safetensors"):
+        stored, kept = ((each / "MOSS-Audio-Tokenizer" / name).read_bytes() for each in (folder, tmp_path / "hf"))
+        assert stored == kept
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])

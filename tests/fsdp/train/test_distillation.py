@@ -278,6 +278,13 @@ def test_the_student_is_sampled_in_its_steps(folder: Path, tmp_path: Path) -> No
     assert said.code != 0 and "'b' has no effect" in said.err and not (tmp_path / "no").exists()
 
 
+def test_adapters_alone_are_told_to_draw_in_the_bases_steps(folder: Path, tmp_path: Path) -> None:
+    words = ("training.lora.enable=true", "posttrain.reference.kind=adapters_off", "training.train_iters=1")
+    train(folder / "run.yaml", tmp_path / "run", *words)
+    said = mm("export", tmp_path / "run", tmp_path / "adapters")
+    assert said.code == 0 and "few steps; mm export --merge" in said.out + said.err, said.err
+
+
 def test_mm_check_passes_what_trains(folder: Path) -> None:
     said = mm("check", folder / "run.yaml")
     assert said.code == 0, said.out + said.err

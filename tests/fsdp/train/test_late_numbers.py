@@ -122,8 +122,9 @@ def differences(
     with not_finite(broken):
         train(yaml, folder / "waits", *words)
     with not_finite(broken), late_steps(), planted():
-        mm("train", yaml, f"training.save={folder / 'late'}", *words)
-    return differing_runs(folder)
+        said = mm("train", yaml, f"training.save={folder / 'late'}", *words)
+    is_recorded = (folder / "late" / "metrics.jsonl").is_file()
+    return differing_runs(folder) if is_recorded else [f"ended with {said.code}: {said.err}"]
 
 
 def differing_runs(folder: Path) -> list[str]:

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import joined, words_said
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
-from mindspeed_mm.fsdp.utils.processor import chat_templates_of, check_chat_template, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import chat_templates_of, check_chat_template, missing_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -363,13 +363,17 @@ def own_template(processor: object) -> str | None:
 
 
 def _no_template(processor: object, name: str | None) -> ModelFolderError:
+    folder = setting_of(tokenizer_of(processor), str, "name_or_path") or ""
+    missing = missing_processor(Path(folder))  # it may be what has the template
+    if missing is not None:
+        return missing
     known = ", ".join(sorted(name for name, source in FORMATS.items() if source and name != "default"))
     what = "the model's folder has no chat template"
     if name:
         what += f", and '{name}' is a format that only such a template knows"
     return ModelFolderError(
         what,
-        where=setting_of(tokenizer_of(processor), str, "name_or_path") or "",
+        where=folder,
         key=f"{_BASIC}.template",
         way_out=f"For a base model, set {_BASIC}.template: default, a plain format of any model, or {_BASIC}.stage: "
         "pretrain to train on plain text. Otherwise copy chat_template.jinja of the original model, give a jinja file "

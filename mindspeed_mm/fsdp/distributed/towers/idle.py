@@ -188,7 +188,8 @@ class IdleTowers:
         if embeds is None and (idle or self._outputs):
             raise MMError(
                 f"{type(decoder).__name__} was called without inputs_embeds",
-                way_out=f"Its model's description names it as the decoder of {', '.join(idle)}.",
+                way_out=f"get_towers of its model names it as the decoder of {', '.join(idle)}. Call it with "
+                "`inputs_embeds=` by name, or name the module that takes it.",
             )
         self._run_idle(waiting)
         if embeds is None or not self._outputs:

@@ -168,7 +168,9 @@ def native_class(config: PreTrainedConfig, folder: Path, *, trust_remote_code: b
     raise ModelFolderError(
         f"transformers has no class for architectures {config.architectures} (model type '{config.model_type}')",
         where=str(folder / "config.json"),
-        way_out="Register a plugin's class and name it in model.model_id.",
+        way_out="To train, register a plugin's class and name it in model.model_id. To answer, the class derives from "
+        "PreTrainedModel and GenerationMixin and is registered with an Auto class of transformers: docs/plugins.md, "
+        "step 3.",
     )
 
 

@@ -236,10 +236,15 @@ def log_spectrum(samples: torch.Tensor, settings: Mapping[str, Any]) -> torch.Te
     Args:
         samples: (samples,) of a sound.
         settings: `nfft`, `hop_length`, `window_size`, `n_mels`, `sampling_rate`, `fmin` and `fmax`.
+
+    Raises:
+        ValueError: The sound is too short for a frame.
     """
     from transformers.audio_utils import mel_filter_bank  # seconds to import
 
     rate, size = settings["sampling_rate"], settings["nfft"]
+    if len(samples) <= size // 2:
+        raise ValueError(f"{len(samples)} samples are fewer than the {size // 2 + 1} that a frame needs")
     highest = settings["fmax"] or rate / 2
     bands = mel_filter_bank(size // 2 + 1, settings["n_mels"], settings["fmin"], highest, rate, mel_scale="htk")
     window = torch.hann_window(settings["window_size"])

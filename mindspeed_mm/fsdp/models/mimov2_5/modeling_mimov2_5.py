@@ -24,6 +24,7 @@ from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
 )
 from typing_extensions import override
 
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.mimov2_5.configuration_mimov2_5 import MiMoV2AudioConfig, MiMoV2Config
 from mindspeed_mm.fsdp.models.mimov2_5.processing_mimov2_5 import MiMoV2Processor
@@ -298,8 +299,17 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
 
         Args:
             audio_codes: (frames, codebooks); the frames of each sound fill whole groups.
+
+        Raises:
+            DataError: They are of fewer codebooks than the model has tables.
         """
         settings = self.config.audio_config
+        if audio_codes.shape[1] < settings.audio_channels:
+            raise DataError(
+                f"a sound has codes of {audio_codes.shape[1]} codebooks, and the model has {settings.audio_channels}",
+                key="model.model_name_or_path",
+                way_out="Take config.json and audio_tokenizer of one version of the model.",
+            )
         codes_GNC = audio_codes[:, : settings.audio_channels].unflatten(0, (-1, settings.group_size))
         frames = torch.stack([table(codes_GNC[..., n]) for n, table in enumerate(self.speech_embeddings)]).sum(0)
         return BaseModelOutputWithPooling(pooler_output=self.audio_encoder(frames))

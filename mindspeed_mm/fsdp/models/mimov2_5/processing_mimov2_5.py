@@ -19,6 +19,8 @@ from mindspeed_mm.fsdp.models.mimov2_5.audio_codes import MiMoV2FeatureExtractor
 _TOKENS = ("image", "video", "audio", "vision_start", "vision_end", "video_start", "video_end")
 _RELEASED_IDS = dict(zip(_TOKENS, (151655, 151656, 151669, 151652, 151653, 151670, 151671), strict=True))
 _PATCHES = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+_GROUP = 4
+"""Frames of codes of a token, where processor_config does not say."""
 _MINUTE = 60
 
 
@@ -32,6 +34,9 @@ class MiMoV2Processor(ProcessorMixin):
         feature_extractor: Makes codes of sound.
         chat_template: Jinja text.
         tokens: Number of each of its tokens, by what it stands for.
+
+    Raises:
+        ValueError: The tokenizer has no token of such a number.
     """
 
     takes_sound_of_videos = False
@@ -50,6 +55,8 @@ class MiMoV2Processor(ProcessorMixin):
     ) -> None:
         self._words = {name: tokenizer.convert_ids_to_tokens(number) for name, number in tokens.items()}
         for name in _TOKENS:
+            if self._words[name] is None:
+                raise ValueError(f"the tokenizer has no token {tokens[name]}, processor_config.{name}_token_id")
             setattr(self, f"{name}_token", self._words[name])
             setattr(self, f"{name}_token_id", tokens[name])
         # A template writes marks of a picture around a video, whose frames have marks of their own.
@@ -70,10 +77,19 @@ class MiMoV2Processor(ProcessorMixin):
             kwargs: For the tokenizer.
 
         Raises:
-            ModelFolderError: A file of it is damaged.
+            ModelFolderError: A file of it is damaged, or sounds are grouped otherwise than the model takes them.
         """
         folder = Path(pretrained_model_name_or_path)
-        settings = read_json_object(folder / "config.json", ModelFolderError).get("processor_config") or {}
+        config = read_json_object(folder / "config.json", ModelFolderError)
+        settings, hears = (config.get(name) or {} for name in ("processor_config", "audio_config"))
+        group = settings.get("audio_group_size", _GROUP)
+        if hears.get("group_size", group) != group:
+            raise ModelFolderError(
+                f"is {group}, audio_config.group_size is {hears['group_size']}",
+                where=str(folder / "config.json"),
+                key="processor_config.audio_group_size",
+                way_out="Compare them with the original model's config.json.",
+            )
         path = folder / "preprocessor_config.json"
         sizes = read_json_object(path, ModelFolderError) if path.is_file() else {}
         tokenizer = AutoTokenizer.from_pretrained(folder, **kwargs)
@@ -87,7 +103,7 @@ class MiMoV2Processor(ProcessorMixin):
             MiMoV2FeatureExtractor(
                 folder,
                 settings.get("audio_sampling_rate", 24000),
-                settings.get("audio_group_size", 4),
+                group,
                 settings.get("audio_segment_size", 6000),
             ),
             chat_template=tokenizer.chat_template,

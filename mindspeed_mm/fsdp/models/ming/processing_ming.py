@@ -62,6 +62,7 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
             how many these are (`lfr_m`) and how far they are moved (`lfr_n`).
         means: (features,) that are added to a frame; None: nothing is.
         scales: (features,) that it is multiplied by then.
+        most_frames: Of a sound, where the model's encoder has places for so many only.
         kwargs: What every feature extractor has.
     """
 
@@ -74,10 +75,11 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
         wav_frontend_args: Mapping[str, Any] | None = None,
         means: Sequence[float] | None = None,
         scales: Sequence[float] | None = None,
+        most_frames: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.whisper_frontend_args, self.wav_frontend_args = whisper_frontend_args, dict(wav_frontend_args or {})
-        self.means, self.scales = means, scales
+        self.means, self.scales, self.most_frames = means, scales, most_frames
         super().__init__(**{"feature_size": 1, "sampling_rate": 16000, "padding_value": 0.0} | kwargs)
 
     def __call__(self, audio: Any, sampling_rate: int = 16000, **kwargs: Any) -> BatchFeature:
@@ -89,13 +91,15 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
             kwargs: What other processors are told; nothing of it has a meaning here.
 
         Raises:
-            ValueError: The sound has another rate than 16 kHz, or is shorter than a frame.
+            ValueError: The sound has another rate than 16 kHz, or is too short or too long for the encoder.
         """
         if sampling_rate != self.sampling_rate:
             raise ValueError(f"a sound of {sampling_rate} samples a second; the model takes {self.sampling_rate}")
         sounds = list(audio) if isinstance(audio, (list, tuple)) else [audio]
         frames = [torch.from_numpy(self._frames(np.asarray(sound, dtype=np.float32))) for sound in sounds]
         lengths = torch.tensor([len(each) for each in frames])
+        if self.most_frames is not None and int(lengths.max()) > self.most_frames:
+            raise ValueError(f"{int(lengths.max())} frames are more than the encoder's {self.most_frames}")
         features = torch.nn.utils.rnn.pad_sequence(frames, batch_first=True)
         mask = (torch.arange(features.shape[1]) < lengths[:, None]).long()
         return BatchFeature({"input_features": features, "input_features_mask": mask})
@@ -108,6 +112,9 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
         if self.whisper_frontend_args is not None:
             bands = self.whisper_frontend_args["n_mels"]
             of_whisper = WhisperFeatureExtractor(feature_size=bands, sampling_rate=self.sampling_rate)
+            least = of_whisper.n_fft // 2 + 1
+            if len(samples) < least:
+                raise ValueError(f"{len(samples)} samples are fewer than the {least} that a frame needs")
             made = of_whisper(
                 samples, sampling_rate=self.sampling_rate, padding="do_not_pad", truncation=False, return_tensors="np"
             )
@@ -184,6 +191,7 @@ class BailingMMProcessor(ProcessorMixin):
             wav_frontend_args=sounds,
             means=means,
             scales=scales,
+            most_frames=_most_frames(folder / "config.json"),
         )
         options = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "backend")}
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
@@ -228,6 +236,15 @@ class BailingMMProcessor(ProcessorMixin):
                 kinds.append(seen if token == patch else 3 * (token == heard))
             found.append(kinds)
         return found
+
+
+def _most_frames(path: Path) -> int | None:
+    """Two for each place of Whisper's encoder in config.json; None where there is no such file or encoder."""
+    if not path.is_file():
+        return None
+    hears = read_json_object(path, ModelFolderError).get("audio_config") or {}
+    places = (hears.get("whisper_encoder_config") or {}).get("n_ctx")
+    return None if places is None else 2 * int(places)
 
 
 def read_mean_and_scale(path: Path) -> tuple[list[float], list[float]]:

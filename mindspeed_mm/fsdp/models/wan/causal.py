@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.ops.forward_stack import forwards_replaced
+
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """(B, L, heads, D) each, keys at their positions."""
 
@@ -162,11 +164,8 @@ class CausalWan:
             own = cos.shape[1] * T // (first_frame + T)
             return BlockPositions(cos[:, -own:], sin[:, -own:], seen, self._kept if keeps else None)
 
-        rope.forward = positions
-        try:
+        with forwards_replaced({rope: positions}):
             yield
-        finally:
-            del rope.forward
 
 
 def _projected(attn: Any, plain: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

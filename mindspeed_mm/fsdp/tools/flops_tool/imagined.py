@@ -112,7 +112,11 @@ def _seen(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
         return {}
     vision = setting_of(model.config, object, "vision_config")
     if vision is None:
-        raise ConfigError("the model sees no images", key="--images", way_out="Leave it out.")
+        raise ConfigError(
+            "the model sees no images: its configuration has no vision_config, by which they are counted",
+            key="--images",
+            way_out="Leave it out.",
+        )
     patch, merge = side_of(vision, "patch_size"), side_of(vision, "spatial_merge_size", "merge_kernel_size")
     if facts_of(model).kind is UNIFIED:
         merge = 1  # pictures of any size, a token for each patch

@@ -136,10 +136,9 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
             return _of_path(entry, path, search)
     if _GLOB.search(entry):
         for folder, pattern in _glob_starts(entry, dataset_dir):
-            paths = [*folder.glob(pattern)]
+            files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
             if not _is_hidden(Path(pattern)):  # as in a shell
-                paths = [path for path in paths if not _is_hidden(path.relative_to(folder))]
-            files = tuple(sorted(path for path in paths if path.is_file()))
+                files = tuple(path for path in files if not _is_hidden(path.relative_to(folder)))
             if files:
                 return [RowSource(entry, files, search.row_format)]
     raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=_nearest_source(entry, search))

@@ -188,6 +188,24 @@ class Qwen2VLDataset(MMDataset):
             return self._encoder.outline_question(question_of_prompt(sample))
         return self._encoder.outline(sample)
 
+    def joined_opening(self, index: int) -> str:
+        """The end of what opens the answer of sample `index`, where training has it in a token with the answer's first
+        letters; empty where the tokens of the question alone are those of training.
+
+        Raises:
+            DataError: The row is off, or its answer holds media.
+        """
+        sample = self.sample(index)
+        if not sample.messages or sample.rejected is not None or self.basic_parameters.stage == "prompt":
+            return ""
+        trained = list(self._encoder.encode(sample)["input_ids"])
+        asked = self._encoder.encode_question(question_of_prompt(sample)).input_ids.tolist()
+        shared = next((at for at, (one, other) in enumerate(zip(trained, asked, strict=False)) if one != other), None)
+        decode = tokenizer_of(self.processor).decode
+        if shared is None or not decode(trained[shared:]).startswith(decode(asked[shared:])):
+            return ""
+        return str(decode(asked[shared:]))
+
     def row(self, index: int) -> dict[str, Any]:
         """Row `index` as it stands in its file."""
         return self._rows.row(index)
