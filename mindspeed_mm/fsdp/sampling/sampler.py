@@ -352,6 +352,8 @@ def check_request(
     geometry.check_frames(frames, key=f"{key}.num_frames" if "." in key else "--frames")
     asked = MediaSize(frames, sampling.height or smallest.height, sampling.width or smallest.width)
     geometry.check(asked, key=key)
+    if (few := adapter.few_steps) is not None and few.num_frame_per_block is not None:
+        few.blocks(geometry.latent_shape(asked)[1])
     for prompt in prompts:
         _check_media(prompt, adapter)
     if adapter.task in adapter.one_by_one and sampling.batch_size > 1:
@@ -372,7 +374,7 @@ def _check_guidance(adapter: DiffusionAdapter, sampling: SamplingArguments) -> N
     scale = sampling.guidance_scale
     if scale is not None and scale <= adapter.guidance_off and not adapter.takes_guidance:
         reason = f"guidance is off at a scale of {scale:g}"
-        if adapter.usage.guidance == scale:
+        if adapter.usage.guidance == scale and adapter.usage.release:
             reason += f", with which {adapter.usage.release} was released"
         adapter.refuse_negative_prompt(sampling, reason)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
@@ -157,7 +158,7 @@ def open_data(
     Raises:
         ConfigError: The configuration is off, or asks for something that is not built.
         DataError: Files are missing or broken, or no row fits.
-        UsageError: There are no rows for validation.
+        UsageError: There are no rows for validation, or the rows are prompts of a generator, which have no samples.
     """
     config = load_with_plugins(config_path, overrides)
     data = config.arguments.data
@@ -171,6 +172,12 @@ def open_data(
         encode_ahead=False,
         rows_whole=not pieces,
     )
+    if train.prompts_for == GENERATOR:
+        raise UsageError(
+            f"{len(train)} prompts are read, and no samples: training draws from prompts, all of one size",
+            where=str(config_path),
+            way_out="mm check says whether they can be drawn from.",
+        )
     if not validation:
         return OpenedData(config, train)
     if held_out is None:

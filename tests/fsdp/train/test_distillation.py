@@ -273,6 +273,9 @@ def test_the_student_is_sampled_in_its_steps(folder: Path, tmp_path: Path) -> No
     assert pictures[0] == pictures[1]
     said = mm("infer", tmp_path / "student", "--prompt", "a", "--size", "16x16", "--steps", 9, "--out", tmp_path / "no")
     assert said.code != 0 and "distilled to 2 steps" in said.out + said.err
+    words = ("--prompt", "a", "--negative-prompt", "b", "--size", "16x16", "--out", tmp_path / "no")
+    said = mm("infer", tmp_path / "student", *words)
+    assert said.code != 0 and "'b' has no effect" in said.err and not (tmp_path / "no").exists()
 
 
 def test_adapters_alone_are_told_to_draw_in_the_bases_steps(folder: Path, tmp_path: Path) -> None:
@@ -316,6 +319,24 @@ def test_frames_that_are_no_whole_blocks_are_refused_before_training(tmp_path: P
     yaml = make_tiny_distillation(tmp_path, "t2v")  # of 2 latent frames
     said = mm("check", yaml, "posttrain.dmd.num_frame_per_block=3")
     assert said.code == 4 and "2 latent frames are no whole number of blocks of 3" in said.out + said.err
+
+
+def test_a_student_of_blocks_draws_whole_blocks_alone(tmp_path: Path) -> None:
+    """Who asks for other frames is told before anything is written."""
+    folder = make_tiny_wan(tmp_path / "model")
+    path = folder / "transformer" / "config.json"
+    few = FewSteps((1000, 500), 3.0, 1.0, num_frame_per_block=2)
+    path.write_text(json.dumps(json.loads(path.read_text()) | few.as_config()))
+    words = ("--prompt", "a", "--size", "16x16", "--frames", 9, "--out", tmp_path / "no")  # 3 latent frames
+    said = mm("infer", folder, *words)
+    assert said.code == 4 and "3 latent frames are no whole number of blocks of 2" in said.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_prompts_have_no_samples_to_look_at(folder: Path) -> None:
+    for verb in ("stats", "check", "preview"):
+        said = mm("data", verb, folder / "run.yaml")
+        assert said.code == 2 and "prompts are read, and no samples" in said.err
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class FewSteps:
             raise DataError(
                 f"{frames} latent frames are no whole number of blocks of {size}",
                 key="num_frames",
-                way_out="Ask for frames that make whole blocks, or set another posttrain.dmd.num_frame_per_block.",
+                way_out="Ask for whole blocks, or train with another posttrain.dmd.num_frame_per_block.",
             )
         return [(first, first + size) for first in range(0, frames, size)]
 
