@@ -153,7 +153,7 @@ class _Unrolling:
                 self._copied[min(second) if ascends else min(first)] = (number, sorted(second), ascends)
 
     def _taken(self, number: int) -> list[tuple[Label, int]]:
-        """What a segment takes."""
+        """Label and size of each entry that a segment takes, in order."""
         segment, log = self._segments[number], self._log
         taken = [event - 1 for event in log.events[segment.start : segment.end] if event > 0]
         return [(log.labels[entry], log.sizes[entry]) for entry in taken]
