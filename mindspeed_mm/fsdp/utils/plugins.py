@@ -130,10 +130,11 @@ def place_in_plugin(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if any(Path(frame.filename).is_relative_to(place) for place in _OUTSIDE):
             return f"{frame.filename}:{frame.lineno}"
-    asked = type(error.obj) if isinstance(error, AttributeError) else None
-    file = attribute_at(sys.modules.get(asked.__module__), "__file__") if asked is not None else None
-    if file is not None and any(Path(file).is_relative_to(place) for place in _OUTSIDE):
-        return f"{file}, class {asked.__name__}"
+    if isinstance(error, AttributeError):
+        asked = type(error.obj)
+        file = attribute_at(sys.modules.get(asked.__module__), "__file__")
+        if file is not None and any(Path(file).is_relative_to(place) for place in _OUTSIDE):
+            return f"{file}, class {asked.__name__}"
     return ""
 
 
