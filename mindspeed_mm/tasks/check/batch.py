@@ -93,9 +93,10 @@ def _joined_openings(loader: MMDataLoader) -> Iterator[str]:
     """A warning where the first sample is trained on other tokens than the model is asked with."""
     from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset  # with its libraries
 
-    dataset, first = loader.dataset, loader.order.step(DataPosition(0, 0)).step[0].picks[0]
+    dataset = loader.dataset
     if not isinstance(dataset, Qwen2VLDataset):
         return
+    first = loader.order.step(DataPosition(0, 0)).step[0].picks[0]
     try:
         joined = dataset.joined_opening(first.row)
     except DataError:

@@ -98,14 +98,14 @@ def test_b_template_plugin_and_collator(folder: Path) -> None:
 
 
 def test_b_an_opening_that_the_tokenizer_joins_to_the_answer_is_told(folder: Path) -> None:
-    """Trained on ` one` as one token, the model would be asked with a blank in front of its answer, never trained."""
-    parts = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    """Trained on ` one` as a single token, the model would be asked with a blank in front, which it never saw."""
+    turns = "{% for m in messages %}{{ m.role }}:@{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
+    source = turns + "{% if add_generation_prompt %}assistant:@{% endif %}"
     row = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "one"}]}
-    (folder / "words.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "words.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     for blank in (" ", "\n"):
-        source = parts.replace(": {{ m.content", f":{blank}{{{{ m.content")
-        (folder / "t.jinja").write_text(source + "{% if add_generation_prompt %}assistant:" + blank + "{% endif %}")
-        words = [f"{BASIC}.dataset=words.jsonl", f"{BASIC}.chat_template=t.jinja", "training.micro_batch_size=1"]
+        (folder / "t.jinja").write_text(source.replace("@", blank))
+        words = [f"{BASIC}.dataset=words.jsonl", f"{BASIC}.chat_template=t.jinja"]
         assert ("end with ' ', which the tokenizer joins" in mm(folder, "check", "run.yaml", *words)) is (blank == " ")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from typing_extensions import override
 
@@ -198,7 +198,8 @@ class Qwen2VLDataset(MMDataset):
         sample = self.sample(index)
         if not sample.messages or sample.rejected is not None or self.basic_parameters.stage == "prompt":
             return ""
-        trained = list(cast("EncodedSample", self._encoder.encode(sample))["input_ids"])
+        encoded: Any = self._encoder.encode(sample)  # of no pair
+        trained = encoded["input_ids"].tolist()
         asked = self._encoder.encode_question(question_of_prompt(sample)).input_ids.tolist()
         shared = next((at for at, (one, other) in enumerate(zip(trained, asked, strict=False)) if one != other), None)
         decode = tokenizer_of(self.processor).decode
