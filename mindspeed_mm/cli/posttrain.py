@@ -105,16 +105,19 @@ def score(request: ScoreRequest) -> int:
 @command.command("reference")
 @takes(ReferenceRequest)
 def reference(request: ReferenceRequest) -> int:
-    """Compute the reference's log-probabilities of all pairs of CONFIG once. OVERRIDES are section.key=value.
+    """Compute what training asks of the reference of CONFIG once. OVERRIDES are section.key=value.
 
-    They are written to posttrain.reference.path, or reference.safetensors in training.save; training with
-    posttrain.reference.kind: stored reads them and needs no second model. Pipelines need it.
+    Log-probabilities of all pairs are written to posttrain.reference.path, or reference.safetensors in training.save;
+    training with posttrain.reference.kind: stored reads them and needs no second model. Pipelines need it. With
+    posttrain.dmd.objective: ode_regression it draws the teacher's trajectories into a folder, and goes on where it
+    stopped.
     """
     if starts_ranks(request.nproc):
         return task.run_ranks(request)
     outcome = task.run(request)
     if os.environ.get("RANK", "0") == "0":
-        line = f"{outcome.pairs:,} pairs: {outcome.path}"
+        held = f"{outcome.trajectories:,} trajectories" if outcome.trajectories else f"{outcome.pairs:,} pairs"
+        line = f"{held}: {outcome.path}"
         if request.as_json:
             say_json(vars(outcome))
         else:

@@ -93,12 +93,13 @@ class ReferenceArguments(Section):
     kind: Literal["auto", "adapters_off", "frozen", "stored"] = "auto"
     """Source of the reference log-probabilities. `adapters_off`: the trained model with its adapters switched off, at
     the cost of one forward pass. `frozen`: a second model, sharded like the first and never trained. `stored`: computed
-    once by `mm posttrain reference` and read back. `auto`: stored where the model is cut into pipeline stages, else
-    adapters_off where adapters leave the base model unchanged, else frozen."""
+    once by `mm posttrain reference` and read back. `auto`: stored where the model is cut into pipeline stages or learns
+    from stored trajectories, else adapters_off where adapters leave the base model unchanged, else frozen."""
     model_name_or_path: PathText | None = None
     """Folder of the reference model (`kind: frozen`); null: the weights that training starts from."""
     path: PathText | None = None
-    """File of stored log-probabilities (`kind: stored`); null: `reference.safetensors` in training.save."""
+    """File of stored log-probabilities, or folder of a teacher's trajectories (`kind: stored`); null:
+    `reference.safetensors`, or `trajectories`, in training.save."""
     sync_steps: Natural = 0
     """Number of optimizer steps between updates of the reference, which mix the current policy into it (TR-DPO, `kind:
     frozen`); 0: never updated."""
@@ -257,6 +258,12 @@ class DmdArguments(Section):
     """Generators: distillation into a student of few steps by distribution matching (DMD2, arXiv:2405.14867), and, of
     clips in blocks of frames, Self-Forcing (arXiv:2506.08009). The teacher is `posttrain.reference`."""
 
+    objective: Literal["distribution_matching", "ode_regression"] = "distribution_matching"
+    """What the student learns from. `distribution_matching`: its own samples, by a teacher and a critic.
+    `ode_regression`: the clean ends of the teacher's trajectories, which `mm posttrain reference` stores; no second
+    model is in memory. A student that draws in blocks of frames starts there (CausVid, arXiv:2412.07772)."""
+    num_inference_steps: Positive = 48
+    """`ode_regression`: steps of the teacher in a trajectory, in addition to the student's noise levels."""
     denoising_step_list: Annotated[tuple[int, ...], BeforeValidator(_noise_levels)] = (1000, 750, 500, 250)
     """Noise levels of the student's steps before the shift, in thousandths; as many as it draws in."""
     timestep_shift: Above0 | None = None

@@ -93,6 +93,27 @@ class StudentDrawing:
                     self._keep(model, batch, frames, piece.detach(), own)
         return torch.cat(pieces, dim=2)
 
+    def predicted(self, model: nn.Module, batch: Batch, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """x₀ (B, …) of samples whose blocks stand at levels of their own, each seen by later ones as it stands
+        (diffusion forcing, arXiv 2407.01392): what one pass with a mask over blocks gives, with all its gradients.
+
+        Args:
+            model: The transformer.
+            batch: Text features, on the model's device.
+            x: (B, …) with noise.
+            time: (B, blocks) noise levels.
+        """
+        x = x.to(self.denoise.exact_dtype)
+        if self.few.num_frame_per_block is None:
+            return self._clean(model, batch, x, time[:, 0], nullcontext())
+        causal, spans = self.denoise.adapter.causal(model), self.spans(tuple(x.shape[1:]))
+        pieces: list[torch.Tensor] = []
+        with causal.opened():
+            for number, (first, end) in enumerate(spans):
+                own = causal.block(first, keeps=number < len(spans) - 1)
+                pieces.append(self._clean(model, batch, x[:, :, first:end], time[:, number], own))
+        return torch.cat(pieces, dim=2)
+
     def spans(self, latent_shape: Sequence[int]) -> list[tuple[int, int]]:
         """First frame and end of each block of latents (C, T, H, W); one of all where they are drawn at once.
 
@@ -114,17 +135,18 @@ class StudentDrawing:
         x = _of_frames(batch[START], frames).to(exact)
         with torch.no_grad():
             for index, (level, following) in enumerate(itertools.pairwise(levels)):
-                x0 = self._clean(model, batch, x, level, own())
+                x0 = self._clean(model, batch, x, _times(level, x), own())
                 noise = _of_frames(batch[RENOISE][:, index], frames).to(exact)
                 x = self.denoise.adapter.noise_path.mix(x0, noise, _like(following, x))
-        return self._clean(model, batch, x, levels[-1], own())
+        return self._clean(model, batch, x, _times(levels[-1], x), own())
 
     def _clean(
-        self, model: nn.Module, batch: Batch, x: torch.Tensor, level: float, place: AbstractContextManager[None]
+        self, model: nn.Module, batch: Batch, x: torch.Tensor, time: torch.Tensor, place: AbstractContextManager[None]
     ) -> torch.Tensor:
-        time = torch.full((len(x),), level, dtype=x.dtype, device=x.device)
+        """x₀ of x at noise levels (B,)."""
         with place:
-            return clean(x, self.denoise(model, x, time, batch), level)
+            v = self.denoise(model, x, time, batch)
+        return clean(x, v, time.view(-1, *[1] * (x.dim() - 1)))
 
     @torch.no_grad()
     def _keep(self, model: nn.Module, batch: Batch, frames: slice, piece: torch.Tensor, own: _Placed) -> None:
@@ -133,9 +155,8 @@ class StudentDrawing:
         if level:
             noise = _of_frames(batch[CONTEXT], frames).to(piece.dtype)
             piece = self.denoise.adapter.noise_path.mix(piece, noise, _like(level, piece))
-        time = torch.full((len(piece),), level, dtype=piece.dtype, device=piece.device)
         with own(keeps=True):
-            self.denoise(model, piece, time, batch)
+            self.denoise(model, piece, _times(level, piece), batch)
 
 
 @dataclass(frozen=True)
@@ -152,6 +173,11 @@ class _Placed:
 def _of_frames(latents: torch.Tensor, frames: slice) -> torch.Tensor:
     """Some frames of (B, C, T, H, W); all of (B, C, H, W)."""
     return latents if frames == slice(None) else latents[:, :, frames]
+
+
+def _times(level: float, x: torch.Tensor) -> torch.Tensor:
+    """(B,) of one level."""
+    return torch.full((len(x),), level, dtype=x.dtype, device=x.device)
 
 
 def _like(level: float, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
@@ -134,7 +135,7 @@ def why_steps_wait(
         return f"{kind_of(optimizer)} as it is configured cannot leave out an update on the device"
     if build_loss_scale(arguments) is not None:
         return "the next step needs its loss scale"
-    if arguments.posttrain.method == "dmd":
+    if trains_critic(arguments):
         return "the critic is trained in front of each update"
     if draws_samples(arguments) or (ema is not None and not ema.is_result):
         return "the next step needs a policy that follows it"

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.distillation import reads_trajectories
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.defaults import as_trained
@@ -82,9 +83,11 @@ class GeneratorFamily(Family):
         if not posttrain.method:
             return self.denoising(data.train, data.validation)
         if posttrain.method == "dmd":
-            from mindspeed_mm.fsdp.train.distillation.build import build_distillation
+            from mindspeed_mm.fsdp.train.distillation.build import build_distillation, build_regression
 
             self._encodes = data.train.is_raw
+            if reads_trajectories(posttrain):
+                return build_regression(self.arguments, data, denoise=self.denoiser, encoders=lambda: self.encoders)
             return build_distillation(
                 self.arguments, assembled, job, data, denoise=self.denoiser, encoders=lambda: self.encoders
             )

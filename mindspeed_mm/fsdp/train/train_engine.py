@@ -289,6 +289,7 @@ class TrainEngine:
                 over_ranks(launched, self.model, self.rank, group),
                 self.training,
                 skipped_before=self.skipped_in_a_row,
+                has_critic=self.critic is not None,
             )
             self.skipped_in_a_row += 1
         return StepResult(

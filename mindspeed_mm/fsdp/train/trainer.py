@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.build_engine import (
@@ -296,7 +297,7 @@ class Trainer:
 
     def _build_critic(self, job: Job, assembled: Assembled, record: RunRecord) -> Critic | None:
         """What is trained beside the model; None but in a distillation."""
-        if self.arguments.posttrain.method != "dmd":
+        if not trains_critic(self.arguments):
             return None
         from mindspeed_mm.fsdp.train.distillation.critic import build_critic  # a plain run starts without it
 

@@ -28,6 +28,7 @@ from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.rules.distillation import reads_trajectories, trains_critic
 from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes, resolve_parallel_sizes
@@ -309,7 +310,7 @@ class _Check:
             self.result.speed = describe_choices(self.outline.model, self.plan.features)
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
-        if arguments.posttrain.method == "dmd":
+        if trains_critic(arguments):
             self._collect([partial(check_critic, arguments, self.outline.model)])
 
     def _sizes(self) -> ParallelSizes | None:
@@ -390,7 +391,12 @@ class _Check:
         self.batch = first_answers(arguments, self.dataset, prompts, longest)
 
     def _stored_reference(self, sets: list[MMDataset]) -> None:
-        """The reference's log-probabilities are there, and are of these weights and rows."""
+        """What was stored of the reference is there, and is of these weights and rows."""
+        if reads_trajectories(self.config.arguments.posttrain):
+            from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder
+
+            TrajectoryFolder.of_run(self.config.arguments).check()
+            return
         from mindspeed_mm.fsdp.train.stored_reference import opened_reference
 
         opened_reference(self.config.arguments, sets)

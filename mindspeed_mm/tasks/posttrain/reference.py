@@ -1,4 +1,5 @@
-"""`mm posttrain reference`: computes once what a reference thinks of all pairs, and writes it down."""
+"""`mm posttrain reference`: computes once what a reference thinks of all pairs, or how a teacher draws all samples, and
+writes it down."""
 
 from __future__ import annotations
 
@@ -11,25 +12,29 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.core.request import words_of
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.distillation import reads_trajectories
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.requests.train import ReferenceRequest
 
 
 @dataclass(frozen=True)
 class ReferenceOutcome:
-    """Reports what `mm posttrain reference` wrote: the file, and how many pairs it holds."""
+    """Reports what `mm posttrain reference` wrote: the file and how many pairs it holds, or the folder of trajectories
+    and how many these are."""
 
     path: str
-    pairs: int
+    pairs: int = 0
+    trajectories: int = 0
 
 
 def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs: None) -> ReferenceOutcome:
     """Compute the log-probabilities of all training and validation pairs under the model as training starts, or under
-    the one that `posttrain.reference.model_name_or_path` names, and write them where `kind: stored` reads them.
+    the one that `posttrain.reference.model_name_or_path` names, and write them where `kind: stored` reads them; of a
+    distillation, that model's trajectories of all training samples.
 
     Args:
         request: The YAML, with overrides.
-        say: Told how many pairs are done.
+        say: Told how many rows are done.
 
     Raises:
         MMError: Configuration, model or rows are off, or the file cannot be written.
@@ -39,6 +44,12 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
     from mindspeed_mm.fsdp.train.stored_reference import stored_log_probs
 
     with config.told_as_own():
+        if reads_trajectories(config.arguments.posttrain):
+            from mindspeed_mm.fsdp.train.distillation.build import store_trajectories
+            from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder
+
+            rows = store_trajectories(config.arguments, say)
+            return ReferenceOutcome(str(TrajectoryFolder.of_run(config.arguments).path), trajectories=rows)
         path = _output(config)
         stored = stored_log_probs(config.arguments, say)
         if os.environ.get("RANK", "0") == "0":
@@ -50,7 +61,8 @@ def run_ranks(request: ReferenceRequest) -> int:
     """The same in `nproc` processes on this host; returns their exit code."""
     config = _load(request.config, request.overrides)  # what is wrong is answered once, not by every rank
     with config.told_as_own():
-        _output(config)
+        if not reads_trajectories(config.arguments.posttrain):
+            _output(config)
     from mindspeed_mm.tasks.launch.launcher import launch
 
     alone: ReferenceRequest = replace(request, nproc=1)
@@ -70,11 +82,11 @@ def _load(config_path: Path, overrides: Sequence[str]) -> ResolvedConfig:
     """The configuration, for a method that has a reference which can be stored."""
     config = load_with_plugins(config_path, [*overrides, "posttrain.reference.kind=stored"])
     posttrain = config.arguments.posttrain
-    if posttrain.method != "dpo":
+    if posttrain.method != "dpo" and not reads_trajectories(posttrain):
         raise ConfigError(
             f"is {posttrain.method or 'null'}, and only preference pairs can be scored before training",
             where=str(config_path),
             key="posttrain.method",
-            way_out="Set it to dpo.",
+            way_out="Set it to dpo; or to dmd, with posttrain.dmd.objective: ode_regression.",
         )
     return config

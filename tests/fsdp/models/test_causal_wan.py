@@ -3,17 +3,19 @@ attention is masked, block by block; a student is drawn as by such passes."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
-from mindspeed_mm.fsdp.models.wan.causal import CausalWan
+from mindspeed_mm.fsdp.models.wan.causal import BlockPositions, CausalWan
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from tests.helpers.tiny_generators import TEXT_TOKENS, TEXT_WIDTH, make_tiny_wan
 
@@ -168,3 +170,42 @@ def test_a_student_draws_as_by_whole_passes(folder: Path, context_noise: int) ->
     assert own.abs().max() > 0
     other = torch.autograd.grad((wanted * weights).sum(), dict(masked.named_parameters())[name])[0]
     assert float((own - other).abs().max()) < 1e-10
+
+
+def gap_of_prediction(folder: Path, *, recomputes: bool = False) -> float:
+    """Largest difference of x₀, and of the gradients of keys that later blocks see, from those of one masked pass."""
+    few, times = FewSteps((1000, 500), 3.0, 3.5, BLOCK), [950.0, 0.0, 300.0]
+    latents, text = normal(4, 2, 16, FRAMES, SIDE, SIDE), normal(3, 2, TEXT_TOKENS, TEXT_WIDTH)
+    model, masked = wan(folder), masked_wan(folder)
+    if recomputes:
+        model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
+        model.train()
+    draw = StudentDrawing(Denoiser(find_adapter(folder), torch.float64, 3.5), few)
+    time = torch.tensor(times, dtype=torch.float64) / 1000
+    found = draw.predicted(model, {"prompt_embeds": text}, latents, time.expand(2, -1))
+    level = time.repeat_interleave(BLOCK).view(1, 1, -1, 1, 1)
+    wanted = latents - level * in_one_pass(masked, latents, times, text)
+    weights, worst = normal(7, *wanted.shape), float((found - wanted).detach().abs().max())
+    for name in ("blocks.0.attn1.to_k.weight", "blocks.1.attn1.to_v.weight", "patch_embedding.weight"):
+        own = torch.autograd.grad((found * weights).sum(), dict(model.named_parameters())[name], retain_graph=True)[0]
+        other = torch.autograd.grad((wanted * weights).sum(), dict(masked.named_parameters())[name], retain_graph=True)
+        worst = max(worst, float((own - other[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_blocks_at_levels_of_their_own_are_one_masked_pass(folder: Path, recomputes: bool) -> None:
+    """With the gradients that lead through what later blocks see, also where layers are computed again."""
+    assert gap_of_prediction(folder, recomputes=recomputes) < 1e-10
+
+
+def test_gradients_that_do_not_lead_to_earlier_blocks_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what is kept of a block is held fixed."""
+    real = BlockPositions.before
+
+    def fixed(self: Any, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        self._seen[layer] = tuple((key.detach(), value.detach()) for key, value in self._seen[layer])
+        return real(self, layer, keys, values)
+
+    monkeypatch.setattr(BlockPositions, "before", fixed)
+    assert gap_of_prediction(folder) > 1e-3

@@ -105,6 +105,6 @@ class CausalModel(Protocol):
 
         Args:
             first_frame: Its number among the latent frames.
-            keeps: Keep keys and values of the call for later blocks. Calls that keep have no gradients.
+            keeps: Keep keys and values of the call for later blocks; gradients of the call lead there, too.
         """
         ...

@@ -6,17 +6,29 @@ from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 
 _KEY = "posttrain.dmd"
 _BLOCK_KEYS = ("same_step_across_blocks", "context_noise")
 """Keys of `posttrain.dmd` that act on blocks of frames alone."""
 
 
+def trains_critic(arguments: Arguments) -> bool:
+    """Whether a critic is trained beside the student."""
+    posttrain = arguments.posttrain
+    return posttrain.method == "dmd" and posttrain.dmd.objective == "distribution_matching"
+
+
+def reads_trajectories(posttrain: PosttrainArguments) -> bool:
+    """Whether the student learns from trajectories of its teacher that were stored."""
+    return posttrain.method == "dmd" and posttrain.dmd.objective == "ode_regression"
+
+
 def micro_batches_of_step(arguments: Arguments) -> int:
     """Micro-batches that a rank takes from the data in an optimizer step: with `dmd`, those of the critic's updates,
     too."""
     accumulation = arguments.training.gradient_accumulation_steps
-    if arguments.posttrain.method != "dmd":
+    if not trains_critic(arguments):
         return accumulation
     return accumulation * (arguments.posttrain.dmd.dfake_gen_update_ratio + 1)
 

@@ -15,7 +15,11 @@ from mindspeed_mm.fsdp.params.posttrain_args import (
     PosttrainArguments,
     RolloutArguments,
 )
-from mindspeed_mm.fsdp.params.rules.distillation import distillation_problems, has_held_out
+from mindspeed_mm.fsdp.params.rules.distillation import (
+    distillation_problems,
+    has_held_out,
+    reads_trajectories,
+)
 
 _KEY = "posttrain"
 _OF_GENERATORS = "generation"
@@ -126,7 +130,7 @@ def reference_kind(arguments: Arguments) -> ReferenceKind | None:
     kind = arguments.posttrain.reference.kind
     if kind != "auto":
         return kind
-    if arguments.parallel.pipeline_parallel_size > 1:
+    if arguments.parallel.pipeline_parallel_size > 1 or reads_trajectories(arguments.posttrain):
         return "stored"
     reference = arguments.posttrain.reference
     if reference.model_name_or_path is not None or reference.sync_steps:
@@ -198,9 +202,17 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
         )
     if kind == "adapters_off" and (reason := _base_is_no_reference(arguments)) is not None:
         yield Problem(f"'adapters_off', but {reason}", key=key, way_out="Set it to frozen, or to stored.")
-    if kind == "stored" and arguments.posttrain.method != "dpo":
+    on_trajectories = reads_trajectories(arguments.posttrain)
+    if kind == "stored" and arguments.posttrain.method != "dpo" and not on_trajectories:
         yield Problem(
-            "'stored' is for preference pairs: samples that are drawn while training cannot be scored before",
+            "'stored' is for preference pairs, and for the trajectories of posttrain.dmd.objective: ode_regression: "
+            "samples that are drawn while training cannot be scored before",
+            key=key,
+            way_out="Set it to auto.",
+        )
+    if kind != "stored" and on_trajectories:
+        yield Problem(
+            f"'{kind}', but posttrain.dmd.objective: ode_regression reads what mm posttrain reference stored",
             key=key,
             way_out="Set it to auto.",
         )
@@ -208,7 +220,7 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
         yield from _of_a_moving_reference(arguments)
     frozen_only = {"sync_steps": reference.sync_steps, "model_name_or_path": reference.model_name_or_path}
     for name, value in frozen_only.items():
-        if value and kind != "frozen":
+        if value and kind != "frozen" and not on_trajectories:
             yield Problem(
                 f"{value}, but the reference is not a separate model: posttrain.reference.kind is {kind}",
                 key=f"{_KEY}.reference.{name}",
@@ -431,6 +443,11 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key=f"{key}.ahead",
             way_out="Set posttrain.rollout.correction: token_truncate, or ahead: 0.",
         )
+    yield from _of_the_server(arguments, rollout, has_server=has_server)
+
+
+def _of_the_server(arguments: Arguments, rollout: RolloutArguments, *, has_server: bool) -> Iterator[Problem]:
+    key = f"{_KEY}.rollout"
     if has_server and not rollout.base_url:
         yield Problem(
             f"is not given, but posttrain.rollout.backend is {rollout.backend}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,15 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.distillation.objective import DistillationObjective, Teacher, teachers_path
-from mindspeed_mm.fsdp.train.reference import describe_reference
+from mindspeed_mm.fsdp.train.distillation.regression import TrajectoryRegression
+from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder, TrajectoryWriter
+from mindspeed_mm.fsdp.train.family import family_of
+from mindspeed_mm.fsdp.train.generator_family import GeneratorFamily
+from mindspeed_mm.fsdp.train.reference import assemble_reference, describe_reference
 from mindspeed_mm.fsdp.train.rollouts.flow import generator_reference
-from mindspeed_mm.fsdp.train.run.data import RunData
-from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.run.data import RunData, build_data, build_pass_loader
+from mindspeed_mm.fsdp.train.run.job import Job, joined
+from mindspeed_mm.fsdp.train.run.start_checks import check_encoders
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -81,6 +86,64 @@ def build_distillation(
     )
 
 
+def build_regression(
+    arguments: Arguments, data: RunData, *, denoise: Denoiser, encoders: Callable[[], DiffusionPipeline]
+) -> TrajectoryRegression:
+    """The student and its teacher's trajectories. Arguments as of `build_distillation`.
+
+    Raises:
+        ConfigError: There are no trajectories, or they are another teacher's.
+    """
+    adapter = denoise.adapter
+    adapter.note_components(data.train.noted_components)
+    assert adapter.few_steps is not None
+    folder = TrajectoryFolder.of_run(arguments)
+    folder.check()
+    encode = Captions(adapter, encoders) if data.train.is_raw else dict
+    return TrajectoryRegression(
+        StudentDrawing(denoise, adapter.few_steps), folder, seed=arguments.training.seed, encode=encode
+    )
+
+
+def store_trajectories(arguments: Arguments, say: Callable[[int], None]) -> int:
+    """Draw the teacher's trajectory of each sample of the data, and return how many samples there are. Called by every
+    rank.
+
+    Args:
+        arguments: The whole configuration.
+        say: Told how many samples are done, of all ranks.
+
+    Raises:
+        MMError: Model or data are off, or the folder holds another teacher's.
+    """
+    dmd, folder = arguments.posttrain.dmd, TrajectoryFolder.of_run(arguments)
+    with joined(arguments) as job:
+        data = build_data(arguments, job)
+        check_encoders((data.train,))
+        folder.open()
+        loader = build_pass_loader(arguments, job.data_share, data.train)
+        with job.setup("building the teacher"):
+            teacher = assemble_reference(arguments, job.device).model
+        family = family_of(teacher, arguments, job.device)
+        assert isinstance(family, GeneratorFamily)
+        denoise = family.denoiser
+        denoise.adapter.note_components(data.train.noted_components)
+        captions = Captions(denoise.adapter, lambda: family.encoders) if data.train.is_raw else None
+        guided, blank = teachers_path(denoise, dmd.guidance_scale), None
+        if isinstance(guided, GuidedDenoiser):
+            blank = _blank(data.train, captions, dmd.negative_prompt)
+        write = TrajectoryWriter(
+            folder, guided, teacher, arguments, encode=captions or dict, blank=blank, device=job.device
+        )
+        done, total = 0, len(data.train)
+        for batches in loader.one_pass():
+            for batch in batches:
+                write(batch)
+                done += len(batch["sample_ids"]) * job.data_share.ranks
+                say(min(done, total))
+    return total
+
+
 class Captions:
     """Raw batches → features of their captions, and latents of zeros in the size of their media, which nobody looks at.
 
@@ -115,7 +178,7 @@ class Captions:
         return dict(self._adapter.pad_text([self.features(caption)]))
 
 
-def _blank(data: MMDataset, captions: Captions | None, prompt: str) -> Mapping[str, torch.Tensor]:
+def _blank(data: MMDataset, captions: Captions | None, prompt: str) -> dict[str, torch.Tensor]:
     """Features (1, …) of what guidance leads away from.
 
     Raises:

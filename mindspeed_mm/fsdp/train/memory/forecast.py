@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LA
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -202,7 +203,7 @@ def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> 
     Raises:
         MMError: It cannot be built.
     """
-    if arguments.posttrain.method != "dmd":
+    if not trains_critic(arguments):
         return 0
     start = critic_start(arguments)
     with told_of_critic(arguments):

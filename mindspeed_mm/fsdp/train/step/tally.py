@@ -190,6 +190,7 @@ def skipped_or_stopped(
     training: TrainingArguments,
     *,
     skipped_before: int,
+    has_critic: bool = False,
 ) -> str:
     """A step that is not finite was not applied: say where it came from, and stop when the policy says so.
 
@@ -200,6 +201,7 @@ def skipped_or_stopped(
         ranks: What each rank had to do with it.
         training: The `training` section, with the policy.
         skipped_before: Steps in a row before it that were skipped.
+        has_critic: Whether a critic is trained in front of the step's update.
 
     Raises:
         DivergedError: The policy says stop, too many were skipped in a row, or weights are not finite.
@@ -229,6 +231,9 @@ def skipped_or_stopped(
     else:
         key = "training.max_skipped_steps"
         way_out = f"{skipped_before} steps in a row were skipped before it. {way_out}"
+    kept = "the weights are those of the step before"
+    if has_critic:
+        kept = f"{kept}, but for the critic's, which its own updates of this step have changed where they were finite"
     raise DivergedError(
-        f"{what}; the weights are those of the step before", where=where, key=key, way_out=f"{way_out}."
+        f"{what}; {kept}", where=where, key=key, way_out=f"{way_out}."
     )

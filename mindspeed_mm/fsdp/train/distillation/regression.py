@@ -1,0 +1,106 @@
+"""Fits a student to stored trajectories of its teacher: what it makes of each state should be the clean end
+(`posttrain.dmd.objective: ode_regression`; CausVid, arXiv 2412.07772, section 4.3).
+
+Each block of a sample stands at one of the student's levels, or is clean and only looked at by later blocks. The levels
+are a function of (seed, epoch, sample id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.loss.denoising import real_rows
+from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
+from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_shift
+from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder, identities
+
+ODE = "ode"
+"""The term: squared error of x̂₀, a mean over latents and over the blocks that have noise."""
+
+
+class TrajectoryRegression:
+    """The student's loss on trajectories.
+
+    Args:
+        student: How it draws.
+        folder: The trajectories.
+        seed: `training.seed`.
+        encode: Raw batch → latents in the size of the sample, and text features; features are taken as they are.
+    """
+
+    def __init__(
+        self,
+        student: StudentDrawing,
+        folder: TrajectoryFolder,
+        *,
+        seed: int,
+        encode: Callable[[Batch], Batch],
+    ) -> None:
+        self._student, self._folder, self._seed, self._encode = student, folder, seed, encode
+        self._adapter = student.denoise.adapter
+
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
+        """Encode what is raw, and read the trajectories. Adds `_noisy` (B, …), each block at the level in `_time`
+        (B, blocks); `_clean` (B, …); `_weights` (B, blocks), 0 where a block is clean."""
+        names = identities(batch)
+        prepared = dict(self._encode(batch))
+        shape = tuple(prepared[LATENTS].shape[1:])
+        spans, few = self._student.spans(shape), self._student.few
+        levels = (*few.levels(student_shift(self._adapter, few, shape)), 0.0)
+        noisy: list[torch.Tensor] = []
+        ends: list[torch.Tensor] = []
+        times: list[list[float]] = []
+        for name, sample, epoch in zip(names, batch["sample_ids"], batch["epochs"], strict=True):
+            states = self._folder.read(name, str(sample), (len(levels), *shape))
+            chosen = self._levels(epoch, sample, len(levels) - 1, len(spans))
+            pieces = [states[chosen[0]]]
+            if few.num_frame_per_block is not None:
+                pieces = [states[at][:, first:end] for at, (first, end) in zip(chosen, spans, strict=True)]
+            noisy.append(torch.cat(pieces, dim=1))
+            ends.append(states[-1])
+            times.append([levels[at] for at in chosen])
+        exact = self._student.denoise.exact_dtype
+        time = torch.tensor(times, dtype=torch.float64)
+        prepared |= {"_noisy": torch.stack(noisy).to(exact), "_clean": torch.stack(ends).to(exact)}
+        return prepared | {"_time": time.to(exact), "_weights": (time > 0).to(exact)}
+
+    def _levels(self, epoch: int, sample: str, steps: int, blocks: int) -> list[int]:
+        """Number of the level of each block, uniform; that of the clean end is `steps`, which nobody would look at in
+        the last block."""
+        random = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "ode", epoch, sample)))
+        drawn = random.integers(0, [steps + 1] * (blocks - 1) + [steps])
+        return [int(number) for number in drawn]
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Blocks that have noise; without blank rows."""
+        return {ODE: float(sum(batch["_weights"][: real_rows(batch)].sum() for batch in batches))}
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Count the latent tokens of all samples; those of clean blocks are not trained."""
+        whole = self._adapter.geometry.tokens(tuple(batch[LATENTS].shape[1:])) * len(batch["sample_ids"])
+        return BatchTokens(whole, round(whole * float(batch["_weights"].mean())))
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """The squared errors, a sum over blocks that have noise of means over latents."""
+        found = self._student.predicted(model, batch, batch["_noisy"], batch["_time"])
+        errors = (found - batch["_clean"].to(found.dtype)).square()
+        if self._student.few.num_frame_per_block is not None:
+            errors = errors.transpose(1, 2)  # frames in front
+        of_blocks = errors.unflatten(1, (batch["_time"].shape[1], -1)).flatten(2).mean(dim=2)
+        return {ODE: (of_blocks * batch["_weights"])[: real_rows(batch)].sum()}
+
+    def describe(self) -> str:
+        """Return a phrase for the log: steps, blocks and where the trajectories are."""
+        few = self._student.few
+        blocks = f", blocks of {few.num_frame_per_block} latent frames" if few.num_frame_per_block else ""
+        return (
+            f"regression into {len(few.denoising_step_list)} steps{blocks}, on the teacher's trajectories in "
+            f"{self._folder.path}"
+        )
