@@ -234,6 +234,4 @@ def skipped_or_stopped(
     kept = "the weights are those of the step before"
     if has_critic:
         kept = f"{kept}, but for the critic's, which its own updates of this step have changed where they were finite"
-    raise DivergedError(
-        f"{what}; {kept}", where=where, key=key, way_out=f"{way_out}."
-    )
+    raise DivergedError(f"{what}; {kept}", where=where, key=key, way_out=f"{way_out}.")
