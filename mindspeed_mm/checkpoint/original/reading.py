@@ -3,6 +3,7 @@ MindSpeed-MM's `mp_rank_*` folders, or a run; and says whose they are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ CONFIG_FILE = "config.json"
 _PT_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _SECTIONS = ("module", "model", "state_dict", "ema_state_dict")
 """What the authors' `.pt` files put the weights under."""
+_STUDENTS = ("generator_ema", "generator")
+"""The same in files of Self-Forcing and CausVid: the average, with which they draw, or the trained weights alone."""
+_OF_TRAINING = re.compile(r"(^model|\b_fsdp_wrapped_module|\b_checkpoint_wrapped_module)\.")
+"""What their names have beside the authors'."""
 _AVERAGE = "ema."
 """What the names of averages begin with in a checkpoint."""
 
@@ -207,6 +212,9 @@ def pt_tensors(path: Path) -> dict[str, LazyTensor]:
         if section in content.tensors:
             return dict(content.tensors[section])
     found: dict[str, LazyTensor] = {}
+    for section in _STUDENTS:
+        if section in content.tensors:
+            return {_OF_TRAINING.sub("", name): tensor for name, tensor in content.tensors[section].items()}
     for key, tensors in content.tensors.items():
         for name, tensor in tensors.items():
             found[f"{key}.{name}" if name else key] = tensor

@@ -200,6 +200,24 @@ def test_mm_convert_takes_wan_to_every_layout_and_back(tmp_path: Path, capsys: p
     same(weights(tmp_path / "third.bak"), before)
 
 
+@pytest.mark.parametrize("averaged", [True, False])
+def test_mm_convert_reads_the_students_of_self_forcing(averaged: bool, tmp_path: Path) -> None:
+    """`generator` beside a critic, under the names of a wrapper and of FSDP; the average where there is one."""
+    small_model("Wan").save_pretrained(tmp_path / "hub")
+    assert convert_by_command(tmp_path / "hub", tmp_path / "original", "--to", "original") == 0
+    stored = load_file(next((tmp_path / "original").glob("*.safetensors")))
+    trained, average = {}, {}
+    for name, value in stored.items():
+        trained[f"model.{name}"] = value
+        wrapped = name.replace("blocks.0.", "blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.")
+        average[f"model.{wrapped}"] = value + 1
+    content = {"generator": trained, "critic": {f"model.{name}": value - 1 for name, value in stored.items()}}
+    torch.save({**content, "generator_ema": average} if averaged else content, tmp_path / "ode_init.pt")
+    words = ("--to", "diffusers", "--model", str(tmp_path / "hub"))
+    assert convert_by_command(tmp_path / "ode_init.pt", tmp_path / "out", *words) == 0
+    same(weights(tmp_path / "out"), {name: value + averaged for name, value in weights(tmp_path / "hub").items()})
+
+
 def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
