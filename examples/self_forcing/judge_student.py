@@ -2,7 +2,7 @@
 
     python examples/self_forcing/judge_student.py [STUDENT] [TEACHER]
 
-The student is a folder that `mm export` wrote, by default `runs/moving_digits_dmd/student`; the teacher by default
+Times are the processor's, so that what else it does is not in them. The student is a folder that `mm export` wrote, by default `runs/moving_digits_dmd/student`; the teacher by default
 `runs/moving_digits_wan/pipeline`. It ends with exit code 1 when the student keeps less than 90 % of the teacher's score
 or is less than 5 times as fast.
 """
@@ -37,18 +37,18 @@ LEAST_KEPT, LEAST_FASTER = 0.9, 5.0
 
 
 def drawn(folder: Path, texts: list[str], sampling: SamplingArguments) -> tuple[np.ndarray, list[str], float]:
-    """(n, 5, 16, 16) grey clips of all captions, the caption of each, and the seconds that drawing took."""
+    """(n, 5, 16, 16) grey clips of all captions, the caption of each, and the processor's seconds for drawing."""
     sampler = load_sampler(find_adapter(folder), ModelSource(folder), torch.device("cpu"))
     prompts = [Prompt(number, text, text) for number, text in enumerate(texts)]
     settings = sampler.prepared(prompts, sampling)
     sampler.make(plan_batches(prompts[:1], settings.model_copy(update={"num_samples": 1}))[0], settings)  # warms up
     clips: list[np.ndarray] = []
     asked: list[str] = []
-    began = time.perf_counter()
+    began = time.process_time()
     for batch in plan_batches(prompts, settings):
         clips += [made.frames.mean(axis=-1).round().astype(np.uint8) for made in sampler.make(batch, settings)]
         asked += [order.prompt.text for order in batch]
-    return np.stack(clips), asked, time.perf_counter() - began
+    return np.stack(clips), asked, time.process_time() - began
 
 
 def main(student: Path = STUDENT, teacher: Path = TEACHER) -> int:
@@ -67,7 +67,7 @@ def main(student: Path = STUDENT, teacher: Path = TEACHER) -> int:
         scores.append(float(np.all(list(right.values()), axis=0).mean()))
         seconds.append(spent)
         parts = ", ".join(f"{part} {outcomes.mean():.1%}" for part, outcomes in right.items())
-        print(f"{name}: {len(clips)} clips in {spent:.1f} s, all right {scores[-1]:.1%} ({parts})")
+        print(f"{name}: {len(clips)} clips in {spent:.1f} s of the processor, all right {scores[-1]:.1%} ({parts})")
     kept, faster = scores[1] / scores[0], seconds[0] / seconds[1]
     print(f"the student keeps {kept:.1%} of the teacher's score and is {faster:.1f} times as fast")
     return 0 if kept >= LEAST_KEPT and faster >= LEAST_FASTER else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -59,7 +59,9 @@ def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bo
         )
 
 
-def check_rewarded_generator(method: str, adapter: DiffusionAdapter, model: nn.Module) -> None:
+def check_rewarded_generator(
+    method: str, adapter: DiffusionAdapter, model: nn.Module, tasks: Collection[str] = _FROM_A_PROMPT
+) -> None:
     """Raise `ConfigError` unless rewards can teach this family: it draws one stream of latents from a prompt alone, by
     steps that have densities.
 
@@ -67,6 +69,7 @@ def check_rewarded_generator(method: str, adapter: DiffusionAdapter, model: nn.M
         method: `posttrain.method`.
         adapter: The family's `DiffusionAdapter`.
         model: Its transformer.
+        tasks: That the method can teach.
     """
     family = type(model).__name__
     if not adapter.noise_path.is_flow:
@@ -81,23 +84,39 @@ def check_rewarded_generator(method: str, adapter: DiffusionAdapter, model: nn.M
             key=_KEY,
             way_out="Choose a task or a model without them.",
         )
-    if adapter.task not in _FROM_A_PROMPT:
+    if adapter.task not in tasks:
         raise ConfigError(
             f"'{adapter.task}' goes on from media, and the prompts of '{method}' have none",
             key="model.task",
-            way_out=f"Set {' or '.join(_FROM_A_PROMPT)}, where the folder allows it.",
+            way_out=f"Set {' or '.join(sorted(tasks))}, where the folder allows it.",
         )
 
 
-def check_distilled_generator(dmd: DmdArguments, adapter: DiffusionAdapter, model: nn.Module) -> None:
+def check_distilled_generator(
+    dmd: DmdArguments, adapter: DiffusionAdapter, model: nn.Module, dataset_type: str = "generation"
+) -> None:
     """Raise `ConfigError` unless a student of this family can draw in few steps, and in blocks where that is asked for.
 
     Args:
         dmd: `posttrain.dmd`.
         adapter: The family's `DiffusionAdapter`.
         model: Its transformer.
+        dataset_type: Of the rows.
     """
-    check_rewarded_generator("dmd", adapter, model)
+    check_rewarded_generator("dmd", adapter, model, adapter.distilled_tasks)
+    if adapter.media_roles and dataset_type == "generation_prompts":
+        raise ConfigError(
+            f"'{dataset_type}' reads prompts without media, and '{adapter.task}' goes on from "
+            f"{' and '.join(role.name for role in adapter.media_roles)}",
+            key="data.dataset_param.dataset_type",
+            way_out="Set it to generation, whose rows have clips.",
+        )
+    if adapter.media_roles and dmd.num_frame_per_block is not None:
+        raise ConfigError(
+            f"{dmd.num_frame_per_block}, but '{adapter.task}' is not drawn in blocks of frames",
+            key="posttrain.dmd.num_frame_per_block",
+            way_out="Leave it out, or choose t2v.",
+        )
     if len(adapter.transformers) > 1:
         raise ConfigError(
             f"'dmd' distils one transformer, and {type(model).__name__} is two, each for some noise levels",

@@ -166,7 +166,8 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
     if arguments.posttrain.method == "dpo":
         errors.attempt(check_paired_generator, adapter, outline.model)
     elif arguments.posttrain.method == "dmd":
-        errors.attempt(check_distilled_generator, arguments.posttrain.dmd, adapter, outline.model)
+        kind = arguments.data.dataset_param.dataset_type
+        errors.attempt(check_distilled_generator, arguments.posttrain.dmd, adapter, outline.model, kind)
     elif method := arguments.posttrain.method:
         errors.attempt(check_rewarded_generator, method, adapter, outline.model)
         errors.attempt(check_generator_settings, arguments.posttrain.grpo)

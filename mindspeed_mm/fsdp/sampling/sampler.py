@@ -32,7 +32,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_pip
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
-from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
+from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET, MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.defaults import filled
@@ -225,6 +225,7 @@ class DiffusionSampler:
         inputs: dict[str, Any] = {
             **self.adapter.pad_text(texts),
             **student_noise(seeds, few, self.adapter.geometry.latent_shape(size)),
+            **self._conditions(batch, size),
         }
         there = {key: value.to(parameter.device) for key, value in inputs.items()}
         scale = sampling.guidance_scale
@@ -240,6 +241,19 @@ class DiffusionSampler:
             pixels = self.adapter.decode(self.pipeline, row.unsqueeze(0))[0]
             made.append(MadeSample(pixels.permute(1, 2, 3, 0).cpu().numpy()))
         return made
+
+    def _conditions(self, batch: Sequence[SampleOrder], size: MediaSize) -> dict[str, torch.Tensor]:
+        """What stands beside the latents, (B, …), of the media that prompts name, as in training."""
+        found: dict[str, list[torch.Tensor]] = {}
+        blank = torch.zeros(1, 3, size.frames, size.height, size.width, dtype=torch.uint8)
+        for order in batch:
+            media = {TARGET: blank}
+            for role in self.adapter.media_roles:
+                if role.prompt in order.prompt.media:
+                    media[role.name] = load_pixels(order.prompt, role, size).unsqueeze(0)
+            for key, value in self.adapter.encode_conditions(self.pipeline, media).items():
+                found.setdefault(key, []).append(value)
+        return {key: torch.cat(values) for key, values in found.items()}
 
     def _arguments(self, batch: Sequence[SampleOrder], sampling: SamplingArguments, size: MediaSize) -> dict[str, Any]:
         """What the pipeline is called with."""
@@ -564,16 +578,20 @@ PipelineMedium = Image.Image | list[Image.Image]
 
 def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> PipelineMedium:
     """The file that a prompt names for a role, scaled and cut as training data are: a picture, or the list of those of
-    a video.
+    a video. Raises as `load_pixels`."""
+    pictures = as_pil(load_pixels(prompt, role, size).transpose(0, 1))
+    return pictures if role.frames == "all" else pictures[0]
+
+
+def load_pixels(prompt: Prompt, role: MediaRole, size: MediaSize) -> torch.Tensor:
+    """The same as (3, T, H, W) uint8.
 
     Raises:
         DataError: It is missing, refused, broken or too short.
     """
-    path, is_video_role = prompt.media[role.prompt], role.frames == "all"
-    if not is_video_role:
+    path = prompt.media[role.prompt]
+    if role.frames != "all":
         size = MediaSize(1, size.height, size.width)
     with _placed(prompt, role.prompt):
         medium = _row_of(path), size, MediaLoader(path.parent)
-        pixels = media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)
-    pictures = as_pil(pixels.transpose(0, 1))
-    return pictures if is_video_role else pictures[0]
+        return media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)

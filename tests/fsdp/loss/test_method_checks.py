@@ -25,11 +25,14 @@ def family(
     further: tuple[str, ...] = (),
     task: str = "t2v",
     parts: tuple[str, ...] = ("transformer",),
+    given: tuple[str, ...] = (),
 ) -> Any:
     path = SimpleNamespace(is_flow=is_flow, describe=lambda: "predicting noise")
     return SimpleNamespace(
-        noise_path=path, further_latents=further, task=task, transformers=parts, draws_blocks=False, takes_guidance=True
-    )
+        noise_path=path, further_latents=further, task=task, transformers=parts, draws_blocks=False,
+        takes_guidance=True, media_roles=[SimpleNamespace(name=name) for name in given],
+        distilled_tasks={"t2v", *(["i2v"] if given else [])},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,7 @@ def test_refusals(adapter: Any, words: str, key: str) -> None:
         (family(task="i2v"), "'i2v' goes on from media", "model.task"),
         (family(parts=("transformer", "transformer_2")), "Identity is two", "posttrain.method"),
         (family(), "3, but Identity is not drawn in blocks of frames", "posttrain.dmd.num_frame_per_block"),
+        (family(task="i2v", given=("first_frame",)), "3, but 'i2v' is not drawn", "posttrain.dmd.num_frame_per_block"),
     ],
 )
 def test_students_that_cannot_be(adapter: Any, words: str, key: str) -> None:
@@ -60,7 +64,15 @@ def test_students_that_cannot_be(adapter: Any, words: str, key: str) -> None:
     assert words in str(caught.value) and key in str(caught.value)
     with pytest.raises(ConfigError, match=r"negative_prompt.*'blurred' has no effect"):
         check_distilled_generator(DmdArguments(negative_prompt="blurred"), family(), nn.Identity())
-    check_distilled_generator(DmdArguments(), family(), nn.Identity())
+    for taught in (family(), family(task="i2v", given=("first_frame",))):
+        check_distilled_generator(DmdArguments(), taught, nn.Identity())
+
+
+def test_a_student_that_goes_on_from_media_needs_rows_with_them() -> None:
+    adapter = family(task="i2v", given=("first_frame", "last_frame"))
+    with pytest.raises(ConfigError, match=r"'generation_prompts' .* goes on from first_frame and last_frame"):
+        check_distilled_generator(DmdArguments(), adapter, nn.Identity(), "generation_prompts")
+    check_distilled_generator(DmdArguments(), family(), nn.Identity(), "generation_prompts")
 
 
 def test_an_entropy_of_tokens_that_there_are_not() -> None:

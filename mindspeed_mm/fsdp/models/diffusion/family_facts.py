@@ -128,6 +128,9 @@ class FamilyFacts:
     """What they call the frames per second; empty: they do not take the rate."""
     draws_blocks: ClassVar[bool] = False
     """Whether clips can be drawn in blocks of frames (`DiffusionAdapter.causal`)."""
+    distilled_tasks: ClassVar[frozenset[str]] = frozenset({"t2i", "t2v"})
+    """Tasks for which a student of few steps can be distilled: beside the noisy latents a batch holds nothing but text
+    features and what `condition_shapes` says."""
     true_guidance: ClassVar[str] = "guidance_scale"
     """What the pipelines call the scale of classifier-free guidance."""
     guidance_by_default: ClassVar[bool] = False

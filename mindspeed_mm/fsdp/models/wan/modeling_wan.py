@@ -100,6 +100,7 @@ class WanAdapter(DiffusionAdapter):
     scale = BY_SETTINGS
     zeros = ("pos_embed",)
     draws_blocks: ClassVar[bool] = True
+    distilled_tasks: ClassVar[frozenset[str]] = frozenset({"t2v", "i2v", "flf2v"})
 
     @property
     def text_tokens(self) -> int:
@@ -311,6 +312,7 @@ class WanTokenTimeAdapter(WanAdapter):
     one_by_one: ClassVar[frozenset[str]] = frozenset()
     streams: ClassVar[Mapping[str, str]] = {"condition_embedder.time*": "latents", **WanAdapter.streams}
     draws_blocks: ClassVar[bool] = False
+    distilled_tasks: ClassVar[frozenset[str]] = frozenset({"t2v"})
     memory_streams: ClassVar[tuple[str, ...]] = ("caption",)
     starts_with_frame = frozenset({"ti2v"})
 

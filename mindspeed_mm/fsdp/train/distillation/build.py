@@ -15,6 +15,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
@@ -81,7 +82,7 @@ def build_distillation(
         dmd,
         seed=training.seed,
         micro_batches=training.gradient_accumulation_steps,
-        encode=captions or dict,
+        encode=_encoder(adapter, captions, encoders),
         blank=blank,
     )
 
@@ -99,9 +100,12 @@ def build_regression(
     assert adapter.few_steps is not None
     folder = TrajectoryFolder.of_run(arguments)
     folder.check()
-    encode = Captions(adapter, encoders) if data.train.is_raw else dict
+    captions = Captions(adapter, encoders) if data.train.is_raw else None
     return TrajectoryRegression(
-        StudentDrawing(denoise, adapter.few_steps), folder, seed=arguments.training.seed, encode=encode
+        StudentDrawing(denoise, adapter.few_steps),
+        folder,
+        seed=arguments.training.seed,
+        encode=_encoder(adapter, captions, encoders),
     )
 
 
@@ -132,9 +136,8 @@ def store_trajectories(arguments: Arguments, say: Callable[[int], None]) -> int:
         guided, blank = teachers_path(denoise, dmd.guidance_scale), None
         if isinstance(guided, GuidedDenoiser):
             blank = _blank(data.train, captions, dmd.negative_prompt)
-        write = TrajectoryWriter(
-            folder, guided, teacher, arguments, encode=captions or dict, blank=blank, device=job.device
-        )
+        encode = _encoder(denoise.adapter, captions, lambda: family.encoders)
+        write = TrajectoryWriter(folder, guided, teacher, arguments, encode=encode, blank=blank, device=job.device)
         done, total = 0, len(data.train)
         for batches in loader.one_pass():
             for batch in batches:
@@ -176,6 +179,29 @@ class Captions:
     def padded(self, caption: str) -> dict[str, torch.Tensor]:
         """(1, …) as they stand in a batch."""
         return dict(self._adapter.pad_text([self.features(caption)]))
+
+
+def _encoder(
+    adapter: DiffusionAdapter, captions: Captions | None, encoders: Callable[[], DiffusionPipeline]
+) -> Callable[[Batch], Batch]:
+    """Raw batch → latents, text features and conditions; features are taken as they are.
+
+    Args:
+        adapter: The family.
+        captions: Encodes raw captions; None: the data are features.
+        encoders: Gives what the media of rows are encoded with.
+    """
+    if captions is None:
+        return dict
+    if not adapter.media_roles:
+        return captions
+    live = LiveEncoder(adapter, encoders())
+
+    def with_conditions(batch: Batch) -> Batch:
+        kept = {key: value for key, value in batch.items() if key != "captions" and not key.startswith("pixels")}
+        return kept | live(batch)
+
+    return with_conditions
 
 
 def _blank(data: MMDataset, captions: Captions | None, prompt: str) -> dict[str, torch.Tensor]:
