@@ -2,9 +2,9 @@
 
     python examples/self_forcing/judge_student.py [STUDENT] [TEACHER]
 
-Times are the processor's, so that what else it does is not in them. The student is a folder that `mm export` wrote, by default `runs/moving_digits_dmd/student`; the teacher by default
-`runs/moving_digits_wan/pipeline`. It ends with exit code 1 when the student keeps less than 90 % of the teacher's score
-or is less than 5 times as fast.
+Times are the processor's, so that what else it does is not in them. The student is a folder that `mm export` wrote, by
+default `runs/moving_digits_dmd/student`; the teacher by default `runs/moving_digits_wan/pipeline`. It ends with exit
+code 1 when the student keeps less than 90 % of the teacher's score or is less than 5 times as fast.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ def drawn(student: Path, grey: int, out: Path) -> bytes:
     return next(out.glob("*.mp4")).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_student_goes_on_from_a_first_frame(yaml: Path, tmp_path: Path) -> None:
     with watched_steps() as seen:
         train(yaml, tmp_path / "raw", *DMD)

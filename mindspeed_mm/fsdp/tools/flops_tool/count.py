@@ -78,9 +78,31 @@ class FlopCount:
             other: Of that model, or this one.
             name: What stands in front of its modules in tables.
         """
-        theirs = (work for work in other.works if work.kind != "adapter")
-        passes = (work._replace(module=f"{name}: {work.module}", gradients=0.0, again=False) for work in theirs)
-        return replace(self, works=(*self.works, *passes))
+        theirs = tuple(work for work in other.works if work.kind != "adapter")
+        return self.with_part(replace(other, works=theirs).forward_alone(), name)
+
+    def with_part(self, other: FlopCount, name: str, times: float = 1.0) -> FlopCount:
+        """With other work over the same batches.
+
+        Args:
+            other: What is done.
+            name: What stands in front of its modules in tables.
+            times: How often, on the average of a step's batches.
+        """
+        part = (work._replace(module=f"{name}: {work.module}", forward=times * work.forward) for work in other.works)
+        return replace(self, works=(*self.works, *part))
+
+    def forward_alone(self) -> FlopCount:
+        """The same work without its backward pass."""
+        return replace(self, works=tuple(work._replace(gradients=0.0, again=False) for work in self.works))
+
+    def in_order(self, sequence: str) -> FlopCount:
+        """The same work where attention within this sequence does not look ahead."""
+        works: list[ModuleFlops] = []
+        for work in self.works:
+            looks_within = work.unit.rows == work.unit.keys == sequence
+            works.append(work._replace(unit=work.unit._replace(mask="causal")) if looks_within else work)
+        return replace(self, works=tuple(works))
 
     def of(self, lengths: Lengths) -> ByConvention:
         """Of a batch of these lengths."""

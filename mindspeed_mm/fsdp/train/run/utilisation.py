@@ -15,12 +15,16 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
-from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from mindspeed_mm.fsdp.tools.flops_tool.units import LATENTS
+from mindspeed_mm.fsdp.train.distillation.critic_start import critic_folder, critic_start
 from mindspeed_mm.fsdp.train.reference_start import reference_outline
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
 
@@ -113,20 +117,21 @@ def device_name() -> str:
 
 def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> FlopCount | None:
     """FLOPs of a training step: head, recomputation, what is kept, and the passes of what the policy is compared with.
-    Samples that the model draws itself are not in it.
+    Samples that the model draws itself are in it for distillation alone.
 
     Args:
         model: Whole, with adapters.
         plan: What the features do to it.
         arguments: The whole configuration.
     """
-    kept = EVERY_KIND if plan.kept_kinds == ("all",) else plan.kept_kinds
     # With `raw` alone the head sees tokens without labels.
-    on_labels = arguments.features.loss_cfg.loss_type != "raw"
-    count = count_flops(model, head_on_labels=on_labels, recompute=list(plan.recomputed), keeps=kept)
+    count = _of_training(model, plan, on_labels=arguments.features.loss_cfg.loss_type != "raw")
     if count is None:
         return None
     policy = count
+    if arguments.posttrain.method == "dmd":
+        adapter = facts_of(model).adapter
+        return _of_distillation(count, plan, arguments, takes_guidance=adapter is not None and adapter.takes_guidance)
     if arguments.posttrain.method == "nft":
         count = count.beside(policy, "the policy that drew")
     if reference_kind(arguments) in ("adapters_off", "frozen"):
@@ -134,6 +139,38 @@ def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> Flo
         other = count_flops(reference_outline(arguments).model) if folder else policy
         count = count.beside(other, "reference") if other is not None else count
     return count
+
+
+def _of_training(model: nn.Module, plan: FeaturePlan, *, on_labels: bool = True) -> FlopCount | None:
+    kept = EVERY_KIND if plan.kept_kinds == ("all",) else plan.kept_kinds
+    return count_flops(model, head_on_labels=on_labels, recompute=list(plan.recomputed), keeps=kept)
+
+
+def _of_distillation(student: FlopCount, plan: FeaturePlan, arguments: Arguments, *, takes_guidance: bool) -> FlopCount:
+    """Of a batch on the average of a step: `dfake_gen_update_ratio` of them train the critic, and one the student. Each
+    step of a drawing ends it as often as any other. The keys and values of blocks that later ones see are a pass
+    of their own, less that of the last block, which is not known here: it is counted, too.
+    """
+    dmd, teacher, critic = arguments.posttrain.dmd, student, student
+    draws_blocks = dmd.num_frame_per_block is not None
+    if draws_blocks:
+        student = student.in_order(LATENTS)
+    if not trains_critic(arguments):
+        return student
+    own = 1 / (dmd.dfake_gen_update_ratio + 1)
+    steps = len(dmd.denoising_step_list)
+    before = steps - 1.0 if dmd.last_step_only else (steps - 1) / 2
+    if arguments.posttrain.reference.model_name_or_path:
+        teacher = count_flops(reference_outline(arguments).model) or teacher
+    if critic_folder(arguments):
+        critic = _of_training(build_outline(critic_start(arguments)).model, plan) or critic
+    whole = FlopCount((), student.lengths, tuple(dict.fromkeys((*student.uncounted, *critic.uncounted))))
+    whole = whole.with_part(student, "student", own)
+    whole = whole.with_part(student.forward_alone(), "drawing", before + draws_blocks + 1 - own)
+    whole = whole.with_part(critic, "critic", 1 - own)
+    whole = whole.with_part(critic.forward_alone(), "critic of the student's samples", own)
+    passes = 1 if takes_guidance or dmd.guidance_scale == 1 else 2
+    return whole.with_part(teacher.forward_alone(), "teacher", passes * own)
 
 
 def arithmetic(arguments: Arguments) -> str:
