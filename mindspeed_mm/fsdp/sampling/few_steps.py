@@ -176,7 +176,7 @@ def _of_frames(latents: torch.Tensor, frames: slice) -> torch.Tensor:
 
 
 def _times(level: float, x: torch.Tensor) -> torch.Tensor:
-    """(B,) of one level."""
+    """(B,) times of a batch, all at one noise level."""
     return torch.full((len(x),), level, dtype=x.dtype, device=x.device)
 
 

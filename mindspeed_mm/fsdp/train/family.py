@@ -50,6 +50,10 @@ class Family(ABC):
     def trial_options(self, model: nn.Module) -> str | None:
         """Options of `mm infer` that try a trained model, for the last line of a run; None: it cannot be tried so."""
 
+    def warnings(self) -> list[str]:
+        """What a run is warned of, in whole sentences."""
+        return []
+
     @abstractmethod
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """What the model is trained for.

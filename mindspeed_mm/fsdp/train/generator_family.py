@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
-from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps, few_steps_kept
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -77,16 +77,23 @@ class GeneratorFamily(Family):
             return GuidedDenoiser(self.adapter, self.compute_dtype, told, scale)
         return Denoiser(self.adapter, self.compute_dtype, told)
 
+    @override
+    def warnings(self) -> list[str]:
+        kept = few_steps_kept(self.adapter.few_steps, self.arguments.posttrain.method)
+        return [kept] if kept else []
+
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Denoising, on features or on raw media; or what `posttrain.method` names."""
         posttrain = self.arguments.posttrain
         if not posttrain.method:
             return self.denoising(data.train, data.validation)
         if posttrain.method == "dmd":
-            from mindspeed_mm.fsdp.train.distillation.build import build_distillation, build_regression
+            from mindspeed_mm.fsdp.train.distillation.build import build_distillation
 
             self._encodes = data.train.is_raw
             if reads_trajectories(posttrain):
+                from mindspeed_mm.fsdp.train.distillation.regression import build_regression
+
                 return build_regression(self.arguments, data, denoise=self.denoiser, encoders=lambda: self.encoders)
             return build_distillation(
                 self.arguments, assembled, job, data, denoise=self.denoiser, encoders=lambda: self.encoders

@@ -218,6 +218,8 @@ class Trainer:
         if state is not None:
             self._continue_data(loader, resume, state, record)
         family = family_of(assembled.model, self.arguments, job.device)
+        for line in family.warnings():
+            record.note(f"{WARNING}{line}")
         objective = self._build_objective(family, assembled, job, data)
         if draws_samples(self.arguments):
             from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it

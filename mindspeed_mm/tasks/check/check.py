@@ -281,6 +281,7 @@ class _Check:
         weights that it asks for."""
         # Imported here: what stands above answers without torch.
         from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
+        from mindspeed_mm.fsdp.models.diffusion.few_steps import few_steps_kept
         from mindspeed_mm.fsdp.models.facts import facts_of
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
@@ -308,6 +309,9 @@ class _Check:
         else:
             self.result.warnings += self.plan.parallel.warnings
             self.result.speed = describe_choices(self.outline.model, self.plan.features)
+        few = facts.adapter.few_steps if facts.adapter is not None else None
+        if kept := few_steps_kept(few, arguments.posttrain.method):
+            self.result.warnings.append(kept)
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
         if trains_critic(arguments):

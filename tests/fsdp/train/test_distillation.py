@@ -258,6 +258,14 @@ def test_a_critic_that_does_not_learn_is_found(folder: Path, tmp_path: Path, mon
     assert not [name for name in found if name.startswith("critic_optimizer.")]
 
 
+AS_ANOTHER = (
+    "posttrain.method=nft",
+    "posttrain.nft.kl=0",
+    "training.micro_batch_size=8",
+    "posttrain.rewards=[{name: jpeg_size}]",
+)
+
+
 def test_the_student_is_sampled_in_its_steps(folder: Path, tmp_path: Path) -> None:
     """From the run and from an exported folder alike, without being told; other steps are refused."""
     train(folder / "run.yaml", tmp_path / "run", "training.train_iters=1")
@@ -271,6 +279,8 @@ def test_the_student_is_sampled_in_its_steps(folder: Path, tmp_path: Path) -> No
         assert said.code == 0, said.err
         pictures.append((out / "00000_00_a-red-box.png").read_bytes())
     assert pictures[0] == pictures[1]
+    said = mm("check", folder / "run.yaml", *AS_ANOTHER, f"model.model_name_or_path={tmp_path / 'student'}")
+    assert said.code == 0 and "is a student of 2 steps, and is still drawn" in said.out, said.err
     said = mm("infer", tmp_path / "student", "--prompt", "a", "--size", "16x16", "--steps", 9, "--out", tmp_path / "no")
     assert said.code != 0 and "distilled to 2 steps" in said.out + said.err
     words = ("--prompt", "a", "--negative-prompt", "b", "--size", "16x16", "--out", tmp_path / "no")
@@ -298,6 +308,7 @@ def test_a_critic_whose_gradients_are_not_finite_is_told(
     monkeypatch.setattr(critic_module, "grad_norm", lambda _parameters: torch.tensor(torch.inf))
     said = mm("train", folder / "run.yaml", f"training.save={tmp_path / 'stop'}")
     assert said.code != 0 and "step 1 is not finite" in said.err and "in critic/loss" in said.err
+    assert "the weights are those of the step before, but for the critic's" in said.err
     words = ("training.on_nonfinite=skip", "training.train_iters=1", f"training.save={tmp_path / 'skip'}")
     said = mm("train", folder / "run.yaml", *words)
     assert said.code == 0 and "in critic/loss and was skipped" in said.out + said.err

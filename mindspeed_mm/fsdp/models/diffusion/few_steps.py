@@ -93,6 +93,23 @@ class FewSteps:
         return [(first, first + size) for first in range(0, frames, size)]
 
 
+def few_steps_kept(few: FewSteps | None, method: str | None) -> str:
+    """A sentence that warns of training a student as if it were none; empty where there is nothing to warn of.
+
+    Args:
+        few: Of the folder that training starts from.
+        method: `posttrain.method`.
+    """
+    if few is None or method == "dmd":
+        return ""
+    steps = len(few.denoising_step_list)
+    return (
+        f"model.model_name_or_path is a student of {steps} steps, and is still drawn in {steps} steps without guidance "
+        f"after this training, which does not train it for that: distil it again (posttrain.method: dmd), or remove "
+        f"{FEW_STEPS} from transformer/config.json"
+    )
+
+
 class CausalModel(Protocol):
     """A transformer whose blocks of frames see the blocks before, through keys and values that are kept of them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,21 +16,21 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.distillation.objective import DistillationObjective, Teacher, teachers_path
-from mindspeed_mm.fsdp.train.distillation.regression import TrajectoryRegression
 from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder, TrajectoryWriter
-from mindspeed_mm.fsdp.train.family import family_of
-from mindspeed_mm.fsdp.train.generator_family import GeneratorFamily
 from mindspeed_mm.fsdp.train.reference import assemble_reference, describe_reference
 from mindspeed_mm.fsdp.train.rollouts.flow import generator_reference
 from mindspeed_mm.fsdp.train.run.data import RunData, build_data, build_pass_loader
 from mindspeed_mm.fsdp.train.run.job import Job, joined
 from mindspeed_mm.fsdp.train.run.start_checks import check_encoders
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -82,30 +83,8 @@ def build_distillation(
         dmd,
         seed=training.seed,
         micro_batches=training.gradient_accumulation_steps,
-        encode=_encoder(adapter, captions, encoders),
+        encode=encoder_of(adapter, captions, encoders),
         blank=blank,
-    )
-
-
-def build_regression(
-    arguments: Arguments, data: RunData, *, denoise: Denoiser, encoders: Callable[[], DiffusionPipeline]
-) -> TrajectoryRegression:
-    """The student and its teacher's trajectories. Arguments as of `build_distillation`.
-
-    Raises:
-        ConfigError: There are no trajectories, or they are another teacher's.
-    """
-    adapter = denoise.adapter
-    adapter.note_components(data.train.noted_components)
-    assert adapter.few_steps is not None
-    folder = TrajectoryFolder.of_run(arguments)
-    folder.check()
-    captions = Captions(adapter, encoders) if data.train.is_raw else None
-    return TrajectoryRegression(
-        StudentDrawing(denoise, adapter.few_steps),
-        folder,
-        seed=arguments.training.seed,
-        encode=_encoder(adapter, captions, encoders),
     )
 
 
@@ -128,15 +107,17 @@ def store_trajectories(arguments: Arguments, say: Callable[[int], None]) -> int:
         loader = build_pass_loader(arguments, job.data_share, data.train)
         with job.setup("building the teacher"):
             teacher = assemble_reference(arguments, job.device).model
-        family = family_of(teacher, arguments, job.device)
-        assert isinstance(family, GeneratorFamily)
-        denoise = family.denoiser
-        denoise.adapter.note_components(data.train.noted_components)
-        captions = Captions(denoise.adapter, lambda: family.encoders) if data.train.is_raw else None
+        adapter = facts_of(teacher).adapter
+        assert adapter is not None
+        adapter.note_components(data.train.noted_components)
+        compute = torch_dtype(arguments.parallel.fsdp_plan.computed_in)
+        denoise = Denoiser(adapter, compute, arguments.training.diffusion.guidance)
+        encoders = cache(partial(load_encoders, adapter, job.device))
+        captions = Captions(adapter, encoders) if data.train.is_raw else None
         guided, blank = teachers_path(denoise, dmd.guidance_scale), None
         if isinstance(guided, GuidedDenoiser):
             blank = _blank(data.train, captions, dmd.negative_prompt)
-        encode = _encoder(denoise.adapter, captions, lambda: family.encoders)
+        encode = encoder_of(adapter, captions, encoders)
         write = TrajectoryWriter(folder, guided, teacher, arguments, encode=encode, blank=blank, device=job.device)
         done, total = 0, len(data.train)
         for batches in loader.one_pass():
@@ -181,7 +162,7 @@ class Captions:
         return dict(self._adapter.pad_text([self.features(caption)]))
 
 
-def _encoder(
+def encoder_of(
     adapter: DiffusionAdapter, captions: Captions | None, encoders: Callable[[], DiffusionPipeline]
 ) -> Callable[[Batch], Batch]:
     """Raw batch → latents, text features and conditions; features are taken as they are.

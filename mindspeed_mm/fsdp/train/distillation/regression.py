@@ -8,6 +8,7 @@ are a function of (seed, epoch, sample id).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,8 +19,15 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import real_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_shift
+from mindspeed_mm.fsdp.train.distillation.build import Captions, encoder_of
 from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder, identities
+from mindspeed_mm.fsdp.train.run.data import RunData
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 ODE = "ode"
 """The term: squared error of x̂₀, a mean over latents and over the blocks that have noise."""
@@ -104,3 +112,31 @@ class TrajectoryRegression:
             f"regression into {len(few.denoising_step_list)} steps{blocks}, on the teacher's trajectories in "
             f"{self._folder.path}"
         )
+
+
+def build_regression(
+    arguments: Arguments, data: RunData, *, denoise: Denoiser, encoders: Callable[[], DiffusionPipeline]
+) -> TrajectoryRegression:
+    """The student and its teacher's trajectories.
+
+    Args:
+        arguments: The whole configuration.
+        data: What gives captions.
+        denoise: The path through the student.
+        encoders: Gives the frozen encoders, which are loaded when they are asked for first.
+
+    Raises:
+        ConfigError: There are no trajectories, or they are another teacher's.
+    """
+    adapter = denoise.adapter
+    adapter.note_components(data.train.noted_components)
+    assert adapter.few_steps is not None
+    folder = TrajectoryFolder.of_run(arguments)
+    folder.check()
+    captions = Captions(adapter, encoders) if data.train.is_raw else None
+    return TrajectoryRegression(
+        StudentDrawing(denoise, adapter.few_steps),
+        folder,
+        seed=arguments.training.seed,
+        encode=encoder_of(adapter, captions, encoders),
+    )
