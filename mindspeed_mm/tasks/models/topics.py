@@ -389,6 +389,9 @@ ANY_MODEL: tuple[Topic, ...] = (
         ("distil", "dmd", "few-step", "self-forcing", "self_forcing", "selfforcing", "student"),
         {
             "see what is wrong before it starts": "mm check run.yaml",
+            "store how the teacher draws, for a student of blocks": (
+                "mm posttrain reference run.yaml posttrain.dmd.objective=ode_regression"
+            ),
             "train the student": "mm posttrain dmd run.yaml",
             "draw with it": 'mm infer runs/mine --prompt "a red fox in the snow" --out samples',
         },

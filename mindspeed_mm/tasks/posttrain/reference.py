@@ -34,7 +34,7 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
 
     Args:
         request: The YAML, with overrides.
-        say: Told how many rows are done.
+        say: Told how many pairs are done.
 
     Raises:
         MMError: Configuration, model or rows are off, or the file cannot be written.
@@ -48,7 +48,7 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
             from mindspeed_mm.fsdp.train.distillation.build import store_trajectories
             from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder
 
-            rows = store_trajectories(config.arguments, say)
+            rows = store_trajectories(config.arguments)
             return ReferenceOutcome(str(TrajectoryFolder.of_run(config.arguments).path), trajectories=rows)
         path = _output(config)
         stored = stored_log_probs(config.arguments, say)

@@ -237,13 +237,16 @@ def stored_by_ranks(yaml: str, *words: str) -> int:
 
 @pytest.mark.slow
 def test_ranks_equal_one_process(tmp_path: Path) -> None:
-    """FSDP over two ranks in fp64: the same trajectories, losses and gradients, with recomputation."""
+    """FSDP over two ranks in fp64: the same trajectories, losses and gradients, with recomputation. A rank that has
+    nothing to draw draws with the one that has."""
     fp64 = {"fsdp_plan": {"param_dtype": "fp64", "reduce_dtype": "fp64"}}
     yaml = str(make_tiny_distillation(tmp_path, "t2v", parallel=fp64))
     alone, spread = words_of(tmp_path / "alone"), words_of(tmp_path / "spread")
     stored_by_ranks(yaml, *alone)
     assert run_ranks(2, stored_by_ranks, yaml, *spread)[0] == 4
     files = sorted((tmp_path / "alone").glob("*.safetensors"))
+    (tmp_path / "spread" / files[0].name).unlink()
+    run_ranks(2, stored_by_ranks, yaml, *spread, timeout_s=60)
     assert len(files) == 4
     for file in files:
         (own,), (other,) = load_file(file).values(), load_file(tmp_path / "spread" / file.name).values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data import MMDataset
+from mindspeed_mm.fsdp.loss.denoising import real_rows
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
@@ -31,6 +34,7 @@ from mindspeed_mm.fsdp.train.run.data import RunData, build_data, build_pass_loa
 from mindspeed_mm.fsdp.train.run.job import Job, joined
 from mindspeed_mm.fsdp.train.run.start_checks import check_encoders
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -88,13 +92,12 @@ def build_distillation(
     )
 
 
-def store_trajectories(arguments: Arguments, say: Callable[[int], None]) -> int:
+def store_trajectories(arguments: Arguments) -> int:
     """Draw the teacher's trajectory of each sample of the data, and return how many samples there are. Called by every
-    rank.
+    rank; the first one tells on stderr how far it is.
 
     Args:
         arguments: The whole configuration.
-        say: Told how many samples are done, of all ranks.
 
     Raises:
         MMError: Model or data are off, or the folder holds another teacher's.
@@ -119,12 +122,12 @@ def store_trajectories(arguments: Arguments, say: Callable[[int], None]) -> int:
             blank = _blank(data.train, captions, dmd.negative_prompt)
         encode = encoder_of(adapter, captions, encoders)
         write = TrajectoryWriter(folder, guided, teacher, arguments, encode=encode, blank=blank, device=job.device)
-        done, total = 0, len(data.train)
-        for batches in loader.one_pass():
-            for batch in batches:
-                write(batch)
-                done += len(batch["sample_ids"]) * job.data_share.ranks
-                say(min(done, total))
+        total, ranks = len(data.train), job.data_share.ranks
+        progress = WorkProgress("trajectories", total=math.ceil(total / ranks), rank=job.rank, world_size=ranks)
+        for batch in itertools.chain.from_iterable(loader.one_pass()):
+            write(batch)
+            progress.advance(real_rows(batch))
+        progress.end()
     return total
 
 
