@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.distillation import trajectories as trajectories_module
 from mindspeed_mm.fsdp.train.distillation.regression import ODE, TrajectoryRegression
 from mindspeed_mm.fsdp.train.distillation.trajectories import (
@@ -25,9 +26,11 @@ from mindspeed_mm.fsdp.train.distillation.trajectories import (
     identities,
     teacher_grid,
 )
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.tasks.posttrain.reference import run as run_reference
 from mindspeed_mm.tasks.requests.train import ReferenceRequest
 from tests.helpers.distributed import run_ranks
+from tests.helpers.measured_memory import measured
 from tests.helpers.runs import lines, mm, tensors, train
 from tests.helpers.tiny_distillation import make_tiny_distillation
 from tests.helpers.tiny_generators import TEXT_TOKENS, TEXT_WIDTH, make_tiny_wan
@@ -256,3 +259,14 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
     found = run_ranks(2, regression_of_ranks, yaml, str(tmp_path / "two"), *common)[0]
     for one, other in zip(wanted, found, strict=True):
         assert other == pytest.approx(one, rel=1e-9, abs=1e-12)
+
+
+def test_the_forecast_takes_a_batch_that_training_prepared(run: tuple[Path, Path]) -> None:
+    """As where memory has run out in a step."""
+    yaml, stored = run
+    real = measured(yaml, words_of(stored))
+    arguments = load_with_plugins(yaml, words_of(stored)).arguments
+    raw = {key: value for key, value in real.batches[-1].items() if not key.startswith("_")}
+    assert "_time" in real.batches[-1] and "_time" not in raw
+    predicted = forecast(arguments, real.batches[-1])
+    assert predicted.critic == predicted.reference == 0 and predicted.peak == forecast(arguments, raw).peak

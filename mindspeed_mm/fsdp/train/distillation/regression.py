@@ -1,8 +1,9 @@
 """Fits a student to stored trajectories of its teacher: what it makes of each state should be the clean end
 (`posttrain.dmd.objective: ode_regression`; CausVid, arXiv 2412.07772, section 4.3).
 
-Each block of a sample stands at one of the student's levels, or is clean and only looked at by later blocks. The levels
-are a function of (seed, epoch, sample id).
+Each block of a sample stands at one of the student's levels, or is clean and only looked at by later blocks: what the
+student makes of that is the block itself, so that it has no error. The levels are a function of (seed, epoch, sample
+id).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class TrajectoryRegression:
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Encode what is raw, and read the trajectories. Adds `_noisy` (B, …), each block at the level in `_time`
-        (B, blocks); `_clean` (B, …); `_weights` (B, blocks), 0 where a block is clean."""
+        (B, blocks); `_clean` (B, …)."""
         names = identities(batch)
         prepared = dict(self._encode(batch))
         shape = tuple(prepared[LATENTS].shape[1:])
@@ -77,7 +78,7 @@ class TrajectoryRegression:
         exact = self._student.denoise.exact_dtype
         time = torch.tensor(times, dtype=torch.float64)
         prepared |= {"_noisy": torch.stack(noisy).to(exact), "_clean": torch.stack(ends).to(exact)}
-        return prepared | {"_time": time.to(exact), "_weights": (time > 0).to(exact)}
+        return prepared | {"_time": time.to(exact)}
 
     def _levels(self, epoch: int, sample: str, steps: int, blocks: int) -> list[int]:
         """Number of the level of each block, uniform; that of the clean end is `steps`, which nobody would look at in
@@ -88,12 +89,12 @@ class TrajectoryRegression:
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Blocks that have noise; without blank rows."""
-        return {ODE: float(sum(batch["_weights"][: real_rows(batch)].sum() for batch in batches))}
+        return {ODE: float(sum((batch["_time"][: real_rows(batch)] > 0).sum() for batch in batches))}
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Count the latent tokens of all samples; those of clean blocks are not trained."""
         whole = self._adapter.geometry.tokens(tuple(batch[LATENTS].shape[1:])) * len(batch["sample_ids"])
-        return BatchTokens(whole, round(whole * float(batch["_weights"].mean())))
+        return BatchTokens(whole, round(whole * float((batch["_time"] > 0).double().mean())))
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The squared errors, a sum over blocks that have noise of means over latents."""
@@ -102,7 +103,7 @@ class TrajectoryRegression:
         if self._student.few.num_frame_per_block is not None:
             errors = errors.transpose(1, 2)  # frames in front
         of_blocks = errors.unflatten(1, (batch["_time"].shape[1], -1)).flatten(2).mean(dim=2)
-        return {ODE: (of_blocks * batch["_weights"])[: real_rows(batch)].sum()}
+        return {ODE: of_blocks[: real_rows(batch)].sum()}
 
     def describe(self) -> str:
         """Return a phrase for the log: steps, blocks and where the trajectories are."""
