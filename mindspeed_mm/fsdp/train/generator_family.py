@@ -138,8 +138,12 @@ class GeneratorFamily(Family):
         )
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
-        """Denoising on features that are there, each with its caption."""
+        """Denoising on features that are there, each with its caption; or what goes through the model in its place."""
         training = self.arguments.training
+        if reads_trajectories(self.arguments.posttrain):
+            from mindspeed_mm.fsdp.train.distillation.regression import simulated_regression
+
+            return simulated_regression(self.arguments, self.adapter, plan.precision.compute_dtype)
         diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
         denoising = DenoisingObjective(
             self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype

@@ -261,12 +261,14 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
         assert other == pytest.approx(one, rel=1e-9, abs=1e-12)
 
 
-def test_the_forecast_takes_a_batch_that_training_prepared(run: tuple[Path, Path]) -> None:
-    """As where memory has run out in a step."""
+def test_the_forecast_goes_through_the_blocks(run: tuple[Path, Path]) -> None:
+    """Within 10 % of what a step holds, of a batch that training prepared and of a raw one; there is no second model."""
     yaml, stored = run
     real = measured(yaml, words_of(stored))
+    assert real.peak is not None and "_time" in real.batches[-1]
     arguments = load_with_plugins(yaml, words_of(stored)).arguments
-    raw = {key: value for key, value in real.batches[-1].items() if not key.startswith("_")}
-    assert "_time" in real.batches[-1] and "_time" not in raw
     predicted = forecast(arguments, real.batches[-1])
-    assert predicted.critic == predicted.reference == 0 and predicted.peak == forecast(arguments, raw).peak
+    assert predicted.critic == predicted.reference == 0
+    assert predicted.peak == pytest.approx(real.peak.total_bytes, rel=0.1)
+    raw = {key: value for key, value in real.batches[-1].items() if not key.startswith("_")}
+    assert forecast(arguments, raw).peak == pytest.approx(predicted.peak, rel=0.01)

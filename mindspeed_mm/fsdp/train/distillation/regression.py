@@ -9,17 +9,20 @@ id).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import real_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
-from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_shift
@@ -141,3 +144,27 @@ def build_regression(
         seed=arguments.training.seed,
         encode=encoder_of(adapter, captions, encoders),
     )
+
+
+class BlankTrajectories(TrajectoryFolder):
+    """States of zeros, for forecasts."""
+
+    @override
+    def read(self, identity: str, sample: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape)
+
+
+def simulated_regression(
+    arguments: Arguments, adapter: DiffusionAdapter, compute_dtype: torch.dtype
+) -> TrajectoryRegression:
+    """The regression without trajectories, whose batches are of the same shapes.
+
+    Args:
+        arguments: The whole configuration.
+        adapter: The family.
+        compute_dtype: What the transformer computes in.
+    """
+    few = FewSteps.of_run(arguments)
+    assert few is not None
+    student = StudentDrawing(Denoiser(adapter, compute_dtype, arguments.training.diffusion.guidance), few)
+    return TrajectoryRegression(student, BlankTrajectories(Path(), {}), seed=arguments.training.seed, encode=dict)

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LA
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.distillation import reads_trajectories, trains_critic
+from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -102,8 +102,6 @@ def _forecast(
     model.train()
     family = family_of(model, arguments, torch.device("meta"))
     objective = family.build_simulated_objective(outline, head, plan)
-    if reads_trajectories(arguments.posttrain):  # what was prepared for it is not what denoising takes
-        batch = {key: value for key, value in batch.items() if not key.startswith("_")}
     is_prepared = any(key.startswith("_") for key in batch)
     notes = []
     if outline.adapter is not None and "pixels" in batch and not is_prepared:
@@ -217,9 +215,10 @@ def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> 
 
 
 def blocks_bytes(arguments: Arguments, adapter: Any, batch: Batch) -> int:
-    """Bytes of the keys and values of finished blocks of frames; 0 where samples are drawn at once."""
+    """Bytes of the keys and values of finished blocks of frames while samples are drawn; 0 where they are drawn at
+    once."""
     size = arguments.posttrain.dmd.num_frame_per_block
-    if arguments.posttrain.method != "dmd" or size is None:
+    if not trains_critic(arguments) or size is None:
         return 0
     rows, *shape = batch["latents"].shape
     finished = (shape[0], max(0, shape[1] - size), *shape[2:])
