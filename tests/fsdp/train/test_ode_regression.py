@@ -262,7 +262,7 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 def test_the_forecast_goes_through_the_blocks(run: tuple[Path, Path]) -> None:
-    """Within 10 % of what a step holds, of a batch that training prepared and of a raw one; there is no second model."""
+    """Within 10 % of what a step holds, of a prepared batch and of a raw one; there is no second model."""
     yaml, stored = run
     real = measured(yaml, words_of(stored))
     assert real.peak is not None and "_time" in real.batches[-1]
