@@ -1,9 +1,8 @@
-"""Kimi-K3 against its published formulas in plain torch, in fp64, on weights under the released names; what its
-processor writes; and what its folders may be."""
+"""Kimi-K3 against its published formulas in plain torch, in fp64, on weights under the released names; and what its
+folders may be."""
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from functools import cache
@@ -22,7 +21,6 @@ from tests.helpers import kimi_k3_by_hand as by_hand
 from tests.helpers.decoder_logits import Weights
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.tiny_kimi_k3 import STATE_HEADS, make_tiny_kimi_k3
-from tests.helpers.tiny_processors import byte_tokenizer
 from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
@@ -145,8 +143,7 @@ def _routed_norm_left_out(model: Any) -> None:
 
 
 def _one_source_less(model: Any) -> None:
-    for layer in model.model.language_model.layers[:3]:
-        layer.begins_block = layer is model.model.language_model.layers[0]
+    model.model.language_model.config.attn_res_block_size = 4
 
 
 def _gate_left_out(model: Any) -> None:
@@ -227,13 +224,14 @@ def test_the_state_token_by_token_and_in_chunks(tokens: int, least: float, safe:
     given = [each.requires_grad_() for each in given]
     state = torch.randn(2, 3, 8, 6, generator=draw, dtype=torch.float64)
     weight = torch.randn(2, tokens, 3, 6, generator=draw, dtype=torch.float64)
+    asked_for: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with keeping_double():
         made = [
-            recurrent_kimi_delta_attention(*given, state, True, True),
-            chunk_kimi_delta_attention(*given, state, True, True, safe_gate=safe),
+            recurrent_kimi_delta_attention(*given, initial_state=state, **asked_for),
+            chunk_kimi_delta_attention(*given, initial_state=state, safe_gate=safe, **asked_for),
         ]
     heads = [
-        [state_by_hand(*(each[row, :, head] for each in given), state[row, head]) for head in range(3)]
+        [state_by_hand(*(each[row, :, head] for each in given), state=state[row, head]) for head in range(3)]
         for row in range(2)
     ]
     output = torch.stack([torch.stack([said for said, _ in row], dim=1) for row in heads])
@@ -263,147 +261,6 @@ def test_the_strongest_decay_stays_finite_in_fp32() -> None:
         assert gradient.isfinite().all()
 
 
-# --- what the processor writes ----------------------------------------------------------------------------------------
-
-SAYS = '<|open|>message role="{}"<|sep|>{}<|close|>message<|sep|><|end_of_msg|>'
-EFFORT = (
-    '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to think in your '
-    "thinking channel (not including the response channel), supported values include `low`, `medium`, `high`, and "
-    "`max`.\nNow the system is invoked with `thinking_effort={}`.<|close|>message<|sep|><|end_of_msg|>"
-)
-"""As the published code writes it."""
-
-
-def answer(said: str, thought: str | None = None) -> str:
-    spoken = f"<|open|>response<|sep|>{said}<|close|>response<|sep|>"
-    return spoken if thought is None else f"<|open|>think<|sep|>{thought}<|close|>think<|sep|>{spoken}"
-
-
-def rendered(root: str, messages: list[dict[str, Any]], **given: Any) -> str:
-    processor: Any = load_processor(released(root)[0])
-    text: str = processor.apply_chat_template(messages, tokenize=False, **given)
-    return text
-
-
-def test_conversations_are_written_as_published(root: str) -> None:
-    turns: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "name": 'A "&" B', "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]},
-        {"role": "assistant", "content": "Seven", "reasoning_content": "7?"},
-        {"role": "user", "content": "And?"},
-    ]
-    named = '<|open|>message role="user" name="A &quot;&amp;&quot; B"<|sep|><|media_pad|>Which?'
-    before = SAYS.format("system", "Be brief.") + f"{named}<|close|>message<|sep|><|end_of_msg|>"
-    plain = before + SAYS.format("assistant", answer("Seven")) + SAYS.format("user", "And?")
-    opened = '<|open|>message role="assistant"<|sep|>'
-    assert rendered(root, turns, enable_thinking=False) == plain
-    assert rendered(root, turns, enable_thinking=False, add_generation_prompt=True) == (
-        f"{plain}{opened}<|open|>response<|sep|>"
-    )
-    thoughtful = before + SAYS.format("assistant", answer("Seven", "7?")) + SAYS.format("user", "And?")
-    assert rendered(root, turns, add_generation_prompt=True) == (
-        f"{EFFORT.format('max')}{thoughtful}{opened}<|open|>think<|sep|>"
-    )
-    assert rendered(root, turns, thinking_effort="low") == EFFORT.format("low") + thoughtful
-    within = [*turns[:2], {"role": "assistant", "content": "<think>7?</think>\n\nSeven"}, turns[3]]
-    assert rendered(root, within, thinking_effort=None) == thoughtful
-    with pytest.raises(Exception, match="thinking_effort is low, high or max"):
-        rendered(root, turns, thinking_effort="medium")
-
-
-def test_tools_are_written_as_published(root: str) -> None:
-    tool = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"b": 1, "a": "é"}}}
-    called = {"n": 3, "on": True, "none": None, "list": [1, "x"], "at": {"k": "v"}, "text": "hi"}
-    calls = [{"id": "c1", "function": {"name": "look", "arguments": called}}, {"id": "c2", "function": {"name": "f"}}]
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        {"role": "tool", "name": "other", "content": "43"},
-    ]
-    declared = (
-        '<|open|>message role="system" type="tool-declare"<|sep|># Tools\nHere are the available tools, described in '
-        'JSONSchema.\n\n```json\n[{"function":{"description":"d","name":"look","parameters":{"a":"é","b":1}},'
-        '"type":"function"}]\n```<|close|>message<|sep|><|end_of_msg|>'
-    )
-    written = "".join(
-        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
-        for key, kind, value in (
-            ("n", "number", "3"), ("on", "boolean", "true"), ("none", "null", "null"), ("list", "array", '[1, "x"]'),
-            ("at", "object", '{"k": "v"}'), ("text", "string", "hi"),
-        )
-    )  # fmt: skip
-    asks = (
-        f'{answer("")}<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|>{written}<|close|>call<|sep|>'
-        '<|open|>call tool="f" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
-    )
-    results = "".join(
-        f'<|open|>message role="tool" tool="{name}" index="{number}"<|sep|>{said}<|close|>message<|sep|><|end_of_msg|>'
-        for name, number, said in (("look", 1, "42"), ("other", 2, "43"))
-    )
-    expected = declared + SAYS.format("user", "Go") + SAYS.format("assistant", asks) + results
-    assert rendered(root, turns, tools=[tool], enable_thinking=False) == expected
-    turns[2]["tool_call_id"] = "c2"
-    with pytest.raises(Exception, match="another order than their calls"):
-        rendered(root, turns, enable_thinking=False)
-
-
-def test_pictures_are_told_with_their_sizes(root: str) -> None:
-    folder, _ = released(root)
-    processor: Any = load_processor(folder)
-    written = processor.tokenizer.decode(asked(folder)["input_ids"][0])
-    for (width, height), tokens in zip(SIZES, (16, 2), strict=True):
-        pads = "<|media_pad|>" * tokens
-        assert f"<|media_begin|>image {width}x{height}<|media_content|>{pads}<|media_end|>" in written
-
-
-def join_bytes(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """The pair of the lowest rank, the leftmost one of it, until none is known."""
-    parts = [bytes([byte]) for byte in piece]
-    if piece in ranks:
-        return [ranks[piece]]
-    while True:
-        known = [(ranks[a + b], at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ranks]
-        if not known:
-            return [ranks[part] for part in parts]
-        at = min(known)[1]
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-
-
-def test_a_tiktoken_file_is_read_without_running_code(tmp_path: Path, root: str) -> None:
-    """Pieces by hand: spaces go with the word behind them, digits by threes, han by themselves."""
-    folder = tmp_path / "model"
-    shutil.copytree(released(root)[0], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "*.safetensors"))
-    words = [bytes([byte]) for byte in range(256)]
-    words += [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b"12", "你".encode()[:2], "你".encode(), b"ld"]
-    ranks = {word: rank for rank, word in enumerate(words)}
-    lines = b"".join(base64.b64encode(word) + f" {rank}\n".encode() for word, rank in ranks.items())
-    (folder / "tiktoken.model").write_bytes(lines)
-    first = len(words)
-    named = {"[BOS]": True, "[EOS]": True, "<|end_of_msg|>": True, "<|open|>": False, "<|media_pad|>": True}
-    added = {str(first + at): {"content": content, "special": kind} for at, (content, kind) in enumerate(named.items())}
-    settings = {"added_tokens_decoder": added, "bos_token": "[BOS]", "eos_token": "[EOS]"}
-    settings["auto_map"] = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    processor: Any = load_processor(folder)
-    tokenizer = processor.tokenizer
-    assert len(tokenizer) == first + 256
-    said = "hello world12345 你们<|open|>ok<|end_of_msg|>"
-    pieces = [b"hello", b" world", b"123", b"45", b" ", "你们".encode()]
-    expected = [token for piece in pieces for token in join_bytes(piece, ranks)]
-    expected += [first + 3, *join_bytes(b"ok", ranks), first + 2]
-    assert tokenizer(said, add_special_tokens=False)["input_ids"] == expected
-    assert tokenizer.decode(expected) == said
-    assert tokenizer.decode(expected, skip_special_tokens=True) == said.removesuffix("<|end_of_msg|>")
-    assert tokenizer.convert_tokens_to_ids(f"<|reserved_token_{first + 9}|>") == first + 9
-    (folder / "tiktoken.model").write_bytes(lines[:-3] + b"?? 9\n")
-    with pytest.raises(ModelFolderError, match=f"line {first} is not a token"):
-        load_processor(folder)
-    (folder / "tiktoken.model").unlink()
-    with pytest.raises(ModelFolderError, match=r"neither tokenizer\.json nor tiktoken\.model"):
-        load_processor(folder)
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -423,32 +280,31 @@ def test_answers_are_those_of_a_loop_without_a_cache(root: str) -> None:
 
 @pytest.mark.slow
 def test_released_size() -> None:
-    """A_log is as long as there are heads; the release fills it up. Experts are released in 4 bits."""
+    """Experts are released in 4 bits, two of them a byte."""
     from mindspeed_mm.fsdp.models.kimi_k3.modeling_kimi_k3 import KimiK3ForConditionalGeneration, tell_transformers
 
     tell_transformers()
     model, differing = model_of_record(KimiK3ForConditionalGeneration, "kimi-k3")
     assert billions(model) == pytest.approx(2780, rel=0.001)
-    assert {entry["key"].rsplit(".", 1)[1] for entry in differing} == {"A_log", "weight_packed", "weight_scale"}
+    assert {entry["key"].rsplit(".", 1)[1] for entry in differing} == {"weight_packed", "weight_scale"}
     made = hub_tensors(model, live_tensors(model))
     for entry in differing:
         rows, *columns = entry["shape"]
         name = entry["key"].replace("layers.N", "layers.1").replace("experts.N", "experts.895")
-        if name.endswith("A_log"):
-            assert (rows, *made[name].shape) == (128, 96)
-        elif name.endswith("_packed"):
+        if name.endswith("_packed"):
             assert made[name.removesuffix("_packed")].shape == (rows, 2 * columns[0])
 
 
 def test_names_on_the_way_out_are_those_on_the_way_in(root: str) -> None:
-    """Every tensor of a folder, with its numbers: but for the filling of A_log."""
+    """Every tensor of a folder, with its numbers, but for the filling of A_log."""
     folder, w = released(root)
     model = loaded(folder)
     made = hub_tensors(model, live_tensors(model))
     assert made.keys() == w.keys()
     for name, tensor in w.items():
-        kept = tensor[:STATE_HEADS] if name.endswith("A_log") else tensor
-        assert torch.equal(made[name].read(), kept), name
+        if name.endswith("A_log"):
+            tensor = torch.cat([tensor[:STATE_HEADS], torch.zeros_like(tensor[STATE_HEADS:])])
+        assert torch.equal(made[name].read(), tensor), name
 
 
 def test_numbers_of_filling_are_left_out(root: str) -> None:
@@ -486,11 +342,3 @@ def test_what_was_never_released_is_refused(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ModelFolderError, match=says):
         loaded(folder)
-
-
-def test_a_tokenizer_without_the_token_of_pictures_is_refused(tmp_path: Path, root: str) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(released(root)[0], folder)
-    byte_tokenizer({"eos_token": "[EOS]"}, None).save_pretrained(folder)
-    with pytest.raises(ModelFolderError, match=r"the tokenizer has no token <\|media_pad\|>"):
-        load_processor(folder)

@@ -251,7 +251,7 @@ class KimiK3DeltaAttention(KimiLinearDeltaAttention):  # type: ignore[misc]
             output, state = recurrent_kimi_delta_attention(query, key, value, **asked)
         else:
             output, state = chunk_kimi_delta_attention(query, key, value, **asked, safe_gate=self.safe_gate)
-        if cache_params is not None:
+        if state is not None:
             cache_params.update_recurrent_state(state.to(torch.float32), self.layer_idx)
         gate = self.g_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         return self.o_proj(self.o_norm(output, gate).flatten(2))  # type: ignore[no-any-return]

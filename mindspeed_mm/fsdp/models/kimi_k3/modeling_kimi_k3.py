@@ -234,35 +234,31 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def forward(
         self,
         hidden_states: torch.Tensor,
-        block_states: Blocks = (),
+        block_states: Blocks,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Blocks]:
-        """The sum of this block of layers so far, (B, L, H), and the finished blocks.
+    ) -> torch.Tensor:
+        """The sum of this block of layers so far, (B, L, H).
 
         Args:
             hidden_states: The sum up to here; in front of the first layer, the embeddings.
-            block_states: Finished blocks.
+            block_states: Finished blocks; in front of a layer that begins one, `hidden_states` is the last of them.
             attention_mask: As this kind of layer takes it.
             past_key_values: Cache.
             kwargs: For the attention.
         """
-        seen = hidden_states
-        if block_states:
-            seen = over_depth((*block_states, seen), self.self_attention_res_proj, self.self_attention_res_norm)
+        sources = block_states if self.begins_block else (*block_states, hidden_states)
+        seen = over_depth(sources, self.self_attention_res_proj, self.self_attention_res_norm)
         cache = {"cache_params" if self.is_linear else "past_key_values": past_key_values}
         own = self.input_layernorm(seen)
         added = self.self_attn(hidden_states=own, attention_mask=attention_mask, **cache, **kwargs)
         if not self.is_linear:
             added = added[0]
-        if self.begins_block:
-            block_states, hidden_states = (*block_states, hidden_states), added
-        else:
-            hidden_states = hidden_states + added
+        hidden_states = added if self.begins_block else hidden_states + added
         seen = over_depth((*block_states, hidden_states), self.mlp_res_proj, self.mlp_res_norm)
         inner = self.mlp if hasattr(self, "mlp") else self.block_sparse_moe
-        return hidden_states + inner(self.post_attention_layernorm(seen)), block_states
+        return hidden_states + inner(self.post_attention_layernorm(seen))  # type: ignore[no-any-return]
 
 
 # --- the text model ---------------------------------------------------------------------------------------------------
@@ -345,8 +341,10 @@ class KimiK3TextModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
                 "linear_attention": create_recurrent_attention_mask(**asked),
             }
         hidden, blocks = inputs_embeds, ()
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=False):
-            hidden, blocks = layer(
+        for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=False)):
+            if number % self.config.attn_res_block_size == 0:
+                blocks = (*blocks, hidden)
+            hidden = layer(
                 hidden,
                 block_states=blocks,
                 attention_mask=masks[kind],

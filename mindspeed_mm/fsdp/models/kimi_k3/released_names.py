@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -39,7 +40,7 @@ _NAMES = {
 
 class OnePerHead(ConversionOps):
     """The first numbers of a vector, one for each head. The release fills `A_log` up to the width of a head; its
-    published readers cut it. Turned round, it stays as it is."""
+    published readers cut it. Turned round, zeros fill it up."""
 
     def __init__(self, *, cuts: bool = True) -> None:
         self.cuts = cuts
@@ -51,9 +52,10 @@ class OnePerHead(ConversionOps):
         """Of one tensor; `config` is the model's."""
         (given,) = input_dict.values()
         tensor: torch.Tensor = given[0] if isinstance(given, list) else given
+        text = kwargs["config"].text_config
         if self.cuts:
-            tensor = tensor.flatten()[: kwargs["config"].text_config.linear_num_heads]
-        return {target_patterns[0]: tensor}
+            return {target_patterns[0]: tensor.flatten()[: text.linear_num_heads]}
+        return {target_patterns[0]: F.pad(tensor, (0, max(0, text.linear_head_dim - len(tensor))))}
 
     @property
     @override
