@@ -69,8 +69,8 @@ def read_quantization(section: object, where: str, key: str) -> Quantization:
         where=where,
         key=key,
         way_out="Use the unquantised weights of this model. Supported are fp8 with weight_block_size, mxfp4, and "
-        "compressed-tensors of the formats mxfp4-pack-quantized, and pack-quantized with symmetric whole numbers of 4 or "
-        "8 bits.",
+        "compressed-tensors of the formats mxfp4-pack-quantized, and pack-quantized with symmetric whole numbers of 4 "
+        "or 8 bits.",
     )
 
 

@@ -22,7 +22,7 @@ from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import kimi_k3_by_hand as by_hand
 from tests.helpers.decoder_logits import Weights
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
-from tests.helpers.plan_matrix import EP, FP64, PP, ULYSSES
+from tests.helpers.plan_matrix import EP, FP64, PP, TP, ULYSSES
 from tests.helpers.planned_steps import GLOBAL_BATCH, overrides, train_steps
 from tests.helpers.tiny_kimi_k3 import STATE_HEADS, make_tiny_kimi_k3
 from tests.helpers.tiny_run import make_tiny_run
@@ -145,6 +145,7 @@ RUNS = ParityRuns(
         "step fsdp2": Case("step", 2, 2, 2),
         "step fsdp2, ep2": Case("step", 2, 2, 2, (EP,)),
         "step scratch fsdp2": Case("step scratch", 2, 2, 2),
+        "step tp2": Case("step", 2, 1, 2, (TP,)),
         "step fsdp2, recompute": Case("step", 2, 2, 2, ("features.recompute=true",)),
         "step fsdp2, kda kept": Case("step", 2, 2, 2, ("features.recompute=true", "model.skip_kda_recompute=true")),
     },

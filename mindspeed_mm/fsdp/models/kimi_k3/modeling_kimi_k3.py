@@ -274,6 +274,7 @@ class KimiK3TextModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
     config: KimiK3TextConfig
     config_class = KimiK3TextConfig
     _no_split_modules: ClassVar[list[str]] = ["KimiK3DecoderLayer"]
+    _supports_attention_backend = True
     _can_record_outputs: ClassVar[dict[str, Any]] = {
         "router_logits": OutputRecorder(KimiLinearTopkRouter, index=0),
         "hidden_states": KimiK3DecoderLayer,
