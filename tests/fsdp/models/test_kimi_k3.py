@@ -197,8 +197,9 @@ def test_a_row_that_is_filled_up_is_the_row(root: str) -> None:
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
-def state_by_hand(q: Any, k: Any, v: Any, g: Any, beta: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one head: (T, K), (T, K), (T, V), (T, K), (T,), (K, V)."""
+def state_by_hand(given: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one head: (T, K), (T, K), (T, V), (T, K), (T,), and (K, V)."""
+    q, k, v, g, beta = given
     q, k = (each / (each.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     said = []
     for t in range(len(q)):
@@ -221,19 +222,18 @@ def test_the_state_token_by_token_and_in_chunks(tokens: int, least: float, safe:
     draw = torch.Generator().manual_seed(tokens)
     q, k, v, g, beta = (torch.randn(2, tokens, 3, n, generator=draw, dtype=torch.float64) for n in (8, 8, 6, 8, 1))
     given = [q, k, v, least * g.sigmoid(), beta[..., 0].sigmoid()]
-    given = [each.requires_grad_() for each in given]
+    q, k, v, g, beta = given = [each.requires_grad_() for each in given]
     state = torch.randn(2, 3, 8, 6, generator=draw, dtype=torch.float64)
     weight = torch.randn(2, tokens, 3, 6, generator=draw, dtype=torch.float64)
-    asked_for: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with keeping_double():
         made = [
-            recurrent_kimi_delta_attention(*given, initial_state=state, **asked_for),
-            chunk_kimi_delta_attention(*given, initial_state=state, safe_gate=safe, **asked_for),
+            recurrent_kimi_delta_attention(q, k, v, g, beta, state, True, True),
+            chunk_kimi_delta_attention(q, k, v, g, beta, state, True, True, safe),
         ]
-    heads = [
-        [state_by_hand(*(each[row, :, head] for each in given), state=state[row, head]) for head in range(3)]
-        for row in range(2)
-    ]
+    heads = []
+    for row in range(2):
+        of_row = [[each[row, :, head] for each in given] for head in range(3)]
+        heads.append([state_by_hand(own, state[row, head]) for head, own in enumerate(of_row)])
     output = torch.stack([torch.stack([said for said, _ in row], dim=1) for row in heads])
     last = torch.stack([torch.stack([left for _, left in row]) for row in heads])
     wanted = torch.autograd.grad((output * weight).sum() + last.sum(), given)

@@ -341,7 +341,8 @@ class KimiK3TextModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
                 "full_attention": create_causal_mask(**asked),
                 "linear_attention": create_recurrent_attention_mask(**asked),
             }
-        hidden, blocks = inputs_embeds, ()
+        hidden = inputs_embeds
+        blocks: Blocks = ()
         for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=False)):
             if number % self.config.attn_res_block_size == 0:
                 blocks = (*blocks, hidden)
