@@ -562,8 +562,7 @@ ROWS: dict[str, Row | WrittenRow] = {
     "ming": WrittenRow(make_tiny_ming, "FunAsrNanoConfig", ("image", "audio")),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "mimov2_5": WrittenRow(
-        make_tiny_mimov2_5, "MiMoV2FlashConfig", kinds=("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000
-    ),
+        make_tiny_mimov2_5, "MiMoV2FlashConfig", ("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
     "funasr": Row(

@@ -98,7 +98,7 @@ class KimiK3VisionConfig(Kimi_K25VisionConfig):  # type: ignore[misc]
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Width of a head, as attention asks for it."""
         return self.qkv_hidden_size // int(self.num_attention_heads)
 
 
