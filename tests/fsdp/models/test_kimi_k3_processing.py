@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.helpers.tiny_kimi_k3 import make_tiny_kimi_k3
 from tests.helpers.tiny_processors import byte_tokenizer
@@ -114,6 +115,21 @@ def test_tools_are_written_as_published(folder: Path) -> None:
     turns[2]["tool_call_id"] = "c2"
     with pytest.raises(Exception, match="another order than their calls"):
         rendered(folder, turns, enable_thinking=False)
+
+
+def test_answers_are_told_apart_from_their_markup(folder: Path) -> None:
+    """What follows a prompt, as it is shown, scored and answered over HTTP: thoughts by the usual marks."""
+    tokenizer = load_processor(folder).tokenizer
+    ended = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    for said, shown in (
+        (f"Seven{ended}", "Seven"),
+        (f"7?<|close|>think<|sep|><|open|>response<|sep|>Seven{ended}", "7?</think>Seven"),
+        ("<|open|>think<|sep|>", "<think>"),
+    ):
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == said
+        assert tokenizer.decode(ids, skip_special_tokens=True) == shown
+    assert words_of("7?</think>Seven") == "Seven"
 
 
 def test_pictures_are_told_with_their_sizes(folder: Path) -> None:

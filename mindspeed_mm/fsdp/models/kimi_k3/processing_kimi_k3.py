@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Kimi_K25ImageProcessor, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import Kimi_K25ImageProcessor, ProcessorMixin
 from transformers.image_utils import get_image_size, make_flat_list_of_images
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.models.kimi_k3.tiktoken_file import tiktoken_tokenizer
+from mindspeed_mm.fsdp.models.kimi_k3.tiktoken_file import KimiK3Tokenizer, tiktoken_tokenizer
 
 _SETTINGS = "preprocessor_config.json"
 _PAD = "<|media_pad|>"
@@ -162,7 +162,7 @@ class KimiK3Processor(ProcessorMixin):
         images = KimiK3ImageProcessor(**{name: given[name] for name in kept if name in given})
         options = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "backend")}
         if (folder / "tokenizer.json").is_file():
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+            tokenizer = KimiK3Tokenizer.from_pretrained(str(folder), **options)
         else:
             tokenizer = tiktoken_tokenizer(folder, **options)
         own = setting if isinstance(setting := tokenizer.chat_template, str) else None

@@ -1,4 +1,5 @@
-"""A tokenizer out of a `tiktoken.model`: lines of a token's bytes in base 64 and its rank, lower ranks joined first."""
+"""Kimi-K3's tokenizer, also out of a `tiktoken.model`: lines of a token's bytes in base 64 and its rank, lower ranks
+joined first."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
@@ -35,7 +37,29 @@ _PIECES = "|".join(
 """What no token reaches beyond, as Kimi's published tokenizer has it."""
 
 
-def tiktoken_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerFast:
+_MARKUP = {
+    "<|open|>think<|sep|>": "<think>",
+    "<|close|>think<|sep|>": "</think>",
+    "<|open|>response<|sep|>": "",
+    "<|close|>response<|sep|>": "",
+    "<|close|>message<|sep|>": "",
+}
+"""What stands around thoughts and words in the model's turns → how they are told apart elsewhere."""
+
+
+class KimiK3Tokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Its tokens of markup are no special ones, so that an answer would be full of them: where special tokens are left
+    out, thoughts stand in `<think>…</think>`, and words in nothing."""
+
+    @override
+    def _decode(self, token_ids: Any, skip_special_tokens: bool | None = False, **kwargs: Any) -> str:
+        text: str = super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+        for markup, plain in _MARKUP.items() if skip_special_tokens else ():
+            text = text.replace(markup, plain)
+        return text
+
+
+def tiktoken_tokenizer(folder: Path, **options: Any) -> KimiK3Tokenizer:
     """The tokenizer of a folder with `tiktoken.model` and `tokenizer_config.json`.
 
     Args:
@@ -61,7 +85,7 @@ def tiktoken_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerFast:
     tokenizer.add_tokens([_reserved(named, number) for number in range(len(ranks), len(ranks) + _RESERVED)])
     kept = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "model_max_length")
     known = {name: settings[name] for name in kept if settings.get(name) is not None}
-    return PreTrainedTokenizerFast(
+    return KimiK3Tokenizer(
         tokenizer_object=tokenizer,
         name_or_path=str(folder),
         chat_template=settings.get("chat_template"),
