@@ -168,4 +168,6 @@ def _tower() -> Shapes:
 def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Random numbers that depend on the name alone; those of norms are near 1."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 7919 + len(name)))
+    if name.endswith("A_log"):
+        drawn[STATE_HEADS:] = 0  # what it is filled up with
     return drawn * 0.1 + 1 if "norm" in name and name.endswith("weight") else drawn * 0.3
