@@ -1,13 +1,15 @@
 """Released weights in few bits, read as the numbers that they stand for: to train them, they have to be numbers.
 
-Three formats are read, each by its published formula; a rank reads the codes and scales of its shard and no others.
+Four formats are read, each by its published formula; a rank reads the codes and scales of its shard and no others.
 
 fp8                 DeepSeek-V3 (arXiv:2412.19437, section 3.3; `weight_dequant` of its inference code): `X.weight` in
                     8-bit floats times `X.weight_scale_inv`, one number for each block of 128 × 128
 mxfp4               GPT-OSS, in OCP's Microscaling format (specification 1.0, section 5.2): `X_blocks`, two codes of
                     E2M1 a byte, the low one first, times 2 ** (`X_scales` - 127), one for each 32; turned round behind
 compressed-tensors  Kimi-K2, `pack-quantized`: `X.weight_packed`, eight codes of 4 bits (or four of 8) in an int32, the
-                    lowest first, minus half their range, times `X.weight_scale`, one for each group along a row
+                    lowest first, minus half their range, times `X.weight_scale`, one for each group along a row;
+                    Kimi-K3, `mxfp4-pack-quantized`: `X.weight_packed`, two codes of E2M1 a byte, the low one first,
+                    times 2 ** (`X.weight_scale` - 127), one for each 32 along a row
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mindspeed_mm.core.errors import ModelFolderError
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a code stand for; the fourth is the sign."""
 _BITS_OF_INT32 = 32
+_GROUP_OF_MXFP4 = 32
 
 
 class Quantization(NamedTuple):
@@ -34,6 +37,8 @@ class Quantization(NamedTuple):
     """Rows and columns that share a scale: fp8."""
     bits: int = 4
     """Bits of one code: compressed-tensors."""
+    is_float: bool = False
+    """Whether codes are numbers of E2M1 with exponents as scales, in place of whole numbers: compressed-tensors."""
 
 
 def read_quantization(section: object, where: str, key: str) -> Quantization:
@@ -56,13 +61,16 @@ def read_quantization(section: object, where: str, key: str) -> Quantization:
         return Quantization(method)
     if method == "compressed-tensors" and (bits := _packed_bits(settings)):
         return Quantization(method, bits=bits)
+    if method == "compressed-tensors" and _is_packed_mxfp4(settings):
+        return Quantization(method, is_float=True)
     told = ", ".join(str(word) for word in (method, settings.get("format"), settings.get("fmt")) if word)
     raise ModelFolderError(
         f"the weights are quantised ({told}) in a way that cannot be read, and cannot be trained",
         where=where,
         key=key,
         way_out="Use the unquantised weights of this model. Supported are fp8 with weight_block_size, mxfp4, and "
-        "compressed-tensors of the format pack-quantized with symmetric whole numbers of 4 or 8 bits.",
+        "compressed-tensors of the formats mxfp4-pack-quantized, and pack-quantized with symmetric whole numbers of 4 "
+        "or 8 bits.",
     )
 
 
@@ -91,6 +99,16 @@ def _packed_bits(settings: Mapping[str, object]) -> int | None:
         if widths == {bits}:
             return bits
     return None
+
+
+def _is_packed_mxfp4(settings: Mapping[str, object]) -> bool:
+    """Whether all groups are of floats of 4 bits, 32 of which share an exponent."""
+    groups = settings.get("config_groups")
+    if settings.get("format") != "mxfp4-pack-quantized" or not isinstance(groups, Mapping) or not groups:
+        return False
+    known = {"type": "float", "num_bits": 4, "group_size": _GROUP_OF_MXFP4}
+    schemes = [group.get("weights") or {} for group in groups.values()]
+    return all(scheme.get(name, value) == value for scheme in schemes for name, value in known.items())
 
 
 def sections_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
@@ -210,6 +228,8 @@ def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: s
 
 
 def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
+    if rule.is_float:
+        return _of_packed_floats(stored, where)
     found = _without(stored, ".weight_packed", ".weight_scale", ".weight_shape")
     for key, codes in stored.items():
         name = key.removesuffix("_packed")
@@ -222,6 +242,19 @@ def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: st
         _check_shape(codes, (rows, -(-columns * rule.bits // _BITS_OF_INT32)), key, f"{name}_shape", where)
         _check_shape(scales, (rows, scales.shape[1]), f"{name}_scale", f"{name}_shape", where)
         found[name] = PackedRows(codes, scales, columns, rule.bits)
+    return found
+
+
+def _of_packed_floats(stored: dict[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
+    found = _without(stored, ".weight_packed", ".weight_scale")
+    for key, codes in stored.items():
+        name = key.removesuffix("_packed")
+        scales = stored.get(f"{name}_scale")
+        if not key.endswith(".weight_packed") or scales is None:
+            continue
+        rows, columns = codes.shape[0], 2 * codes.shape[1]
+        _check_shape(scales, (rows, columns // _GROUP_OF_MXFP4), f"{name}_scale", key, where)
+        found[name] = MicroScaledRows(codes, scales)
     return found
 
 
@@ -280,12 +313,38 @@ class MicroScaled(LazyTensor):
         *leading, columns, rows = region
         groups, skipped = _whole_groups(columns, self.group)
         codes = _read(self.blocks, (*leading, rows, groups, (0, self.group // 2)), torch.uint8)
-        table = torch.cat([torch.tensor(_E2M1), -torch.tensor(_E2M1)])  # by code: its fourth bit is the sign
-        by_value = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)  # the low one of a byte first
-        numbers = table[by_value.int()]  # (…, N, groups, 32)
-        exponents = _read(self.scales, (*leading, rows, groups), torch.uint8).int() - 127
-        numbers = torch.ldexp(numbers, exponents[..., None]).flatten(-2).narrow(-1, skipped, columns[1])
+        numbers = _scaled(codes, _read(self.scales, (*leading, rows, groups), torch.uint8))
+        numbers = numbers.flatten(-2).narrow(-1, skipped, columns[1])
         out.copy_(numbers.transpose(-1, -2))
+
+
+def _scaled(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """(…, groups, 32) numbers out of (…, groups, 16) bytes and (…, groups) exponents."""
+    table = torch.cat([torch.tensor(_E2M1), -torch.tensor(_E2M1)])  # by code: its fourth bit is the sign
+    by_value = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)  # the low one of a byte first
+    return torch.ldexp(table[by_value.int()], exponents.int()[..., None] - 127)
+
+
+class MicroScaledRows(LazyTensor):
+    """Numbers (R, C) out of codes (R, C / 2), two a byte, and exponents (R, C / 32).
+
+    Args:
+        codes: The codes.
+        scales: The exponents, 127 more than they are.
+    """
+
+    def __init__(self, codes: LazyTensor, scales: LazyTensor) -> None:
+        super().__init__((codes.shape[0], 2 * codes.shape[1]), torch.float32, [codes, scales])
+        self.codes, self.scales = codes, scales
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        rows, columns = region
+        groups, skipped = _whole_groups(columns, _GROUP_OF_MXFP4)
+        start, count = groups
+        codes = _read(self.codes, (rows, (start * _GROUP_OF_MXFP4 // 2, count * _GROUP_OF_MXFP4 // 2)), torch.uint8)
+        exponents = _read(self.scales, (rows, groups), torch.uint8)
+        numbers = _scaled(codes.unflatten(1, (-1, _GROUP_OF_MXFP4 // 2)), exponents)
+        out.copy_(numbers.flatten(1).narrow(1, skipped, columns[1]))
 
 
 class PackedRows(LazyTensor):

@@ -24,6 +24,12 @@ def packed_config(bits: int = 4, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
+def packed_mxfp4(**weights: Any) -> dict[str, Any]:
+    """As Kimi-K3's config.json has it."""
+    config = packed_config(4, type="float", group_size=32, scale_dtype="torch.uint8", **weights)
+    return config | {"format": "mxfp4-pack-quantized"}
+
+
 def numbers_of(stored: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
     held = {key: HeldTensor(tensor) for key, tensor in stored.items()}
     return dequantized(held, {"text_config": {"quantization_config": section}}, "folder")
@@ -37,23 +43,36 @@ def fp8() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"a.weight": codes, "a.weight_scale_inv": scales}, torch.tensor(numbers, dtype=torch.float64)
 
 
+def e2m1(code: int) -> float:
+    """By the table in the specification."""
+    sign, exponent, mantissa = (-1) ** (code >> 3), code >> 1 & 3, code & 1
+    return sign * (mantissa / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + mantissa / 2))
+
+
 def mxfp4() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(2 experts, 6 rows, 3 groups of 32): the codes of the table in the specification."""
+    """(2 experts, 6 rows, 3 groups of 32)."""
     blocks = torch.randint(256, (2, 6, 3, 16), dtype=torch.uint8)
     scales = torch.randint(120, 131, (2, 6, 3), dtype=torch.uint8)
-
-    def value(code: int) -> float:
-        sign, exponent, mantissa = (-1) ** (code >> 3), code >> 1 & 3, code & 1
-        return sign * (mantissa / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + mantissa / 2))
-
     numbers = torch.empty(2, 96, 6, dtype=torch.float64)
     for expert in range(2):
         for row in range(6):
             for at in range(96):
                 byte = int(blocks[expert, row, at // 32, at % 32 // 2])
                 code = byte >> 4 if at % 2 else byte & 15
-                numbers[expert, at, row] = value(code) * 2.0 ** (int(scales[expert, row, at // 32]) - 127)
+                numbers[expert, at, row] = e2m1(code) * 2.0 ** (int(scales[expert, row, at // 32]) - 127)
     return {"a_blocks": blocks, "a_scales": scales}, numbers
+
+
+def mxfp4_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Five rows of three groups of 32, as Kimi-K3's experts lie."""
+    codes = torch.randint(256, (5, 48), dtype=torch.uint8)
+    scales = torch.randint(120, 131, (5, 3), dtype=torch.uint8)
+    numbers = torch.empty(5, 96, dtype=torch.float64)
+    for row in range(5):
+        for at in range(96):
+            byte = int(codes[row, at // 2])
+            numbers[row, at] = e2m1(byte >> 4 if at % 2 else byte & 15) * 2.0 ** (int(scales[row, at // 32]) - 127)
+    return {"a.weight_packed": codes, "a.weight_scale": scales}, numbers
 
 
 def packed(bits: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -77,6 +96,7 @@ CASES = {
     "mxfp4": (mxfp4, MXFP4, "a"),
     "4 bits": (lambda: packed(4), packed_config(), "a.weight"),
     "8 bits": (lambda: packed(8), packed_config(8), "a.weight"),
+    "mxfp4 rows": (mxfp4_rows, packed_mxfp4(), "a.weight"),
 }
 
 
@@ -91,7 +111,7 @@ def test_numbers_are_those_of_the_formula_and_any_region_can_be_read(name: str) 
     tensor = made[key]
     assert tensor.shape == tuple(expected.shape) and tensor.dtype == torch.float32
     # One rounding of the product to fp32, and none where the scale is a power of two.
-    torch.testing.assert_close(tensor.read().double(), expected, rtol=0 if name == "mxfp4" else 2**-24, atol=0)
+    torch.testing.assert_close(tensor.read().double(), expected, rtol=0 if "mxfp4" in name else 2**-24, atol=0)
     whole, draw = tensor.read(), random.Random(1)
     for _ in range(50):
         region = []
@@ -142,6 +162,8 @@ def test_a_configuration_of_numbers_says_nothing_of_formats() -> None:
         packed_config(4, actorder="group"),
         packed_config() | {"format": "marlin-24"},
         packed_config() | {"config_groups": {}},
+        packed_mxfp4() | {"config_groups": {}},
+        packed_config() | {"format": "mxfp4-pack-quantized"},
     ],
 )
 def test_other_formats_are_refused_by_name(section: Any) -> None:

@@ -44,6 +44,7 @@ ON_SMALL_FOLDERS = {
     "deepseekocr/": "deepseek_ocr",
     "deepseekocr2/": "deepseek_ocr2",
     "kimik2_5/": "kimik2_5",
+    "kimi_k3/": "kimi_k3",
     "step3_vl/step3_vl_198B": "step3_vl",
     "step3_vl/step3_vl_10b": "step3_vl_10b",
     "minimax_m3_vl/": "minimax_m3_vl",

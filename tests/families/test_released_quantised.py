@@ -49,6 +49,14 @@ def in_mxfp4(key: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{key}_blocks": blocks, f"{key}_scales": (exponents + 127).to(torch.uint8)}, back.contiguous()
 
 
+def in_mxfp4_rows(key: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Kimi-K3's way: the same along the rows of a matrix, codes of a row one behind the other."""
+    stored, back = in_mxfp4("", numbers.T[None])
+    return {f"{key}_packed": stored["_blocks"][0].flatten(1), f"{key}_scale": stored["_scales"][0]}, back[
+        0
+    ].T.contiguous()
+
+
 def in_int4(key: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Kimi-K2.5's way, in groups of 8."""
     groups = numbers.unflatten(1, (-1, GROUP))
@@ -75,6 +83,7 @@ class Kept(NamedTuple):
 
 
 _INT4 = {"num_bits": 4, "group_size": GROUP, "strategy": "group", "symmetric": True, "type": "int", "actorder": None}
+_FP4 = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "float"}
 FORMATS = {
     "fp8": Kept(
         "deepseek_v3", in_fp8,
@@ -91,6 +100,12 @@ FORMATS = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
          "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}}},
         lambda key: ".mlp.experts." in key, "text_config",
+    ),
+    "mxfp4 rows": Kept(
+        "kimi_k3", in_mxfp4_rows,
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["re:.*self_attn.*"],
+         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP4}}},
+        lambda key: ".experts." in key, "text_config",
     ),
 }  # fmt: skip
 

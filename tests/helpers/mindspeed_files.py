@@ -24,6 +24,7 @@ _AS_HERE = ("qwen3tts", "cosyvoice3", "funasr", "moss_tts_delay")
 RELEASED = {name: ROWS[name] for name in _AS_HERE} | {
     "step3_vl": ROWS["step3_vl_10b"],
     "mimo_v25": ROWS["mimov2_5"],
+    "kimi_k3": ROWS["kimi_k3"],
 }
 _PROCESSOR_OF = {"qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
 _TOKEN_OF = {

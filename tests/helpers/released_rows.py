@@ -32,6 +32,7 @@ from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_funasr import build_processor
 from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
+from tests.helpers.tiny_kimi_k3 import make_tiny_kimi_k3
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_mimov2_5 import make_tiny_mimov2_5
@@ -557,11 +558,11 @@ ROWS: dict[str, Row | WrittenRow] = {
     "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
     "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
+    "kimi_k3": WrittenRow(make_tiny_kimi_k3, "KimiLinearConfig"),
     "ming": WrittenRow(make_tiny_ming, "FunAsrNanoConfig", ("image", "audio")),
     "step3_vl_10b": WrittenRow(make_tiny_step3_vl_10b, "Step3p7Config"),
     "mimov2_5": WrittenRow(
-        make_tiny_mimov2_5, "MiMoV2FlashConfig", kinds=("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000
-    ),
+        make_tiny_mimov2_5, "MiMoV2FlashConfig", ("image", "audio"), adapted=("qkv_proj", "o_proj"), rate=24000),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
     "funasr": Row(

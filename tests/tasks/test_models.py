@@ -205,7 +205,7 @@ def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> 
     "name",
     [
         "opensora2.0", "vae", "videoalign", "deepseekv3-vl",
-        "kimi_k3", "qihoo_t2x",
+        "qihoo_t2x",
     ],
 )  # fmt: skip
 def test_a_planned_family_is_said_to_be_planned(name: str) -> None:

@@ -54,6 +54,17 @@ def test_layers_with_a_window_narrow_as_the_others_do() -> None:
     assert len(small["vision_config"]["vit_window_attn_types"]) == small["vision_config"]["depth"]
 
 
+def test_lists_of_layers_that_count_from_one() -> None:
+    """Kimi-K3: of a state without experts and with them, and of latent attention."""
+    path = Path(__file__).parents[1] / "released/kimi-k3.json"
+    small = shrink(json.loads(path.read_text(encoding="utf-8"))["config"], Room()).config
+    text, mixing = small["text_config"], small["text_config"]["linear_attn_config"]
+    assert (text["num_hidden_layers"], text["first_k_dense_replace"]) == (3, 1)
+    assert (mixing["kda_layers"], mixing["full_attn_layers"]) == ([1, 2], [3])
+    assert (text["num_experts"], text["num_experts_per_token"]) == (4, 2)
+    assert small["vision_config"]["vt_num_hidden_layers"] == 2
+
+
 def test_what_the_plan_divides() -> None:
     small = shrink(QWEN3_VL, Room(stages=3, tensor=4)).config
     text = small["text_config"]

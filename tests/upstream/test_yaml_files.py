@@ -1,5 +1,5 @@
-"""Every FSDP2 YAML file of a checkout of MindSpeed-MM loads in a fresh process, and trains two steps where its family
-is built, with only paths and sizes changed.
+"""Every FSDP2 YAML file of a checkout of MindSpeed-MM loads in a fresh process, and trains two steps with only paths
+and sizes changed.
 
 `MINDSPEED_MM_CHECKOUT=/path/to/MindSpeed-MM pytest -m slow tests/upstream -s`.
 """
@@ -26,8 +26,6 @@ FILES = [
     if re.search(r"(?m)^training:", path.read_text(encoding="utf-8"))
 ]
 pytestmark = OF_CHECKOUT
-PLANNED = ("kimi_k3",)
-"""Ids of families that are not built."""
 FOLDERS = {
     "qwen3_omni_moe": "qwen3_omni", "qwen3_tts": "qwen3tts", "cosyvoice3_lm": "cosyvoice3",
 }  # fmt: skip
@@ -36,49 +34,37 @@ LOADS = """
 import json, sys
 from pathlib import Path
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 for name in sys.argv[2:]:
-    said = {"file": name, "loads": False, "key": None, "says": None}
+    said = {"file": name, "says": None}
     try:
-        said["id"] = load_config(Path(sys.argv[1]) / name).arguments.model.model_id
-        said["loads"] = True
         load_with_plugins(Path(sys.argv[1]) / name)
     except MMError as error:
-        said |= {"key": error.problems[0].key, "says": str(error)}
+        said["says"] = str(error)
     print(json.dumps(said))
 """
 
 
-def test_every_file_loads_or_is_refused_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_file_loads(capsys: pytest.CaptureFixture[str]) -> None:
     made = subprocess.run(
         [sys.executable, "-c", LOADS, str(EXAMPLES), *FILES], capture_output=True, text=True, timeout=300
     )
     assert made.returncode == 0, made.stderr
     found = [json.loads(line) for line in made.stdout.splitlines()]
     assert [each["file"] for each in found] == FILES
-    loaded, rightly, wrongly = [], [], []
-    for each in found:
-        if each["says"] is None:
-            loaded.append(each)
-        elif each["loads"] and each["id"] in PLANNED and each["key"] in ("training.plugin", "model.model_id"):
-            rightly.append(each)
-        else:
-            wrongly.append(each)
+    refused = [each for each in found if each["says"] is not None]
     with capsys.disabled():
-        print(f"\nloaded {len(loaded)}, refused rightly {len(rightly)}, refused wrongly {len(wrongly)}")
-        for each in rightly + wrongly:
+        print(f"\nloaded {len(found) - len(refused)}, refused {len(refused)}")
+        for each in refused:
             print(f"{each['file']}: {each['says']}")
-    assert wrongly == []
+    assert refused == []
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_a_built_family_trains_two_steps(name: str, tmp_path: Path) -> None:
+def test_a_file_trains_two_steps(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / name
     text = path.read_text(encoding="utf-8")
     (model_id,) = re.findall(r"(?m)^  model_id: (\w+)", text)
-    if model_id in PLANNED:
-        pytest.skip(f"{model_id} is planned")
     if model_id == "ltx2":
         changes = ltx2_changes(tmp_path)
     else:

@@ -47,7 +47,7 @@ FEWEST_EXPERTS = 4
 
 _LAYERS = (
     "num_hidden_layers", "num_layers", "num_single_layers", "depth", "n_layer", "n_layers", "encoder_layers",
-    "decoder_layers", "num_encoder_layers", "num_decoder_layers",
+    "decoder_layers", "num_encoder_layers", "num_decoder_layers", "vt_num_hidden_layers",
 )  # fmt: skip
 _PERIODS = (
     "decoder_sparse_step", "full_attention_interval", "sliding_window_pattern", "interleave_moe_layer_step",
@@ -58,6 +58,8 @@ _DENSE_ONES = "first_k_dense_replace"
 """How many layers, from the first, have no experts."""
 _LAYER_NUMBERS = re.compile(r"(indexes|indices|_layers|layer_ids)$")
 """Names of lists that hold numbers of layers."""
+_COUNTED_FROM_ONE = "linear_attn_config"
+"""A section whose lists hold such numbers counted from 1, of the section's layers around it (Kimi Linear, Kimi-K3)."""
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_WIDTHS = ("head_dim", "attention_head_dim")
@@ -77,7 +79,7 @@ _TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "llm_hidden_size", "lm_hi
 _INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "ffn_hidden_size")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 
 def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shrunk:
@@ -182,6 +184,8 @@ def _cut_layers(part: Config, key: str, fewest: int) -> None:
             part[name] = [value[layer] for layer in chosen]
         elif _is_list_of_numbers(name, value, count):
             part[name] = [place for place, layer in enumerate(chosen) if layer in value]
+    for name, numbers in _lists_from_one(part):
+        part[_COUNTED_FROM_ONE][name] = [place for place, layer in enumerate(chosen, start=1) if layer + 1 in numbers]
     part[key] = len(chosen)
 
 
@@ -208,7 +212,16 @@ def _kind(part: Config, layer: int, count: int) -> tuple[object, ...]:
             facts.append(value[layer])
         elif _is_list_of_numbers(name, value, count):
             facts.append(layer in value)
+    facts += [layer + 1 in numbers for _, numbers in _lists_from_one(part)]
     return tuple(facts)
+
+
+def _lists_from_one(part: Config) -> list[tuple[str, list[int]]]:
+    """Name and content of lists that hold numbers of layers counted from 1."""
+    section = part.get(_COUNTED_FROM_ONE)
+    if not isinstance(section, dict):
+        return []
+    return [(name, value) for name, value in section.items() if isinstance(value, list) and _LAYER_NUMBERS.search(name)]
 
 
 def _is_list_of_layers(value: object, count: int) -> bool:

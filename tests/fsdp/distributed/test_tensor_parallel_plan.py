@@ -63,6 +63,24 @@ def test_text_decoder(models):
     assert len(rules) == 1 + splits_embedding + 2 * 9
 
 
+def test_layers_with_a_state_stay_whole() -> None:
+    """Kimi Linear calls parts of them as attention does, and convolutions and gates go over all their channels."""
+    import transformers
+
+    if not hasattr(transformers, "KimiLinearConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Kimi Linear")
+    config = transformers.KimiLinearConfig(
+        hidden_size=16, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=2, linear_num_heads=2,
+        linear_head_dim=8, vocab_size=32, pad_token_id=0, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.KimiLinearForCausalLM(config)
+    rules = plan_of(model)
+    assert "model.layers.0.mlp.down_proj" in rules and "lm_head" in rules
+    with_state = [f"model.layers.{n}." for n, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    assert [name for name in rules if name.startswith(tuple(f"{layer}self_attn" for layer in with_state))] == []
+
+
 def test_both_halves_of_a_vision_language_model(models):
     rules = plan_of(models["vlm"])
     assert rules["model.visual.blocks.0.attn.qkv"] == SplitRule(Style.COLUMN, (1, 1, 1))

@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import find_mixers
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 from mindspeed_mm.fsdp.utils.model_parts import (
@@ -275,8 +276,8 @@ def _stated_whole(model: nn.Module) -> list[str]:
 
 
 def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
-    """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts, nor what the family keeps
-    whole."""
+    """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts or layers with a state, whose
+    convolutions and gates go over all channels, nor what the family keeps whole."""
     rules: dict[str, SplitRule] = {}
     for name, module in model.named_modules():
         if "experts" in name.split("."):
@@ -300,7 +301,8 @@ def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, 
     for pattern in _stated_whole(model):
         for name in filter(compile_pattern(pattern, key=KEY).fullmatch, list(rules)):
             del rules[name]
-    return rules
+    with_state = [name_of(model, mixer) for mixer in find_mixers(model)]
+    return {name: rule for name, rule in rules.items() if not is_inside(name, with_state)}
 
 
 def is_fused_attention(module: nn.Module) -> bool:
