@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import pytest
 import torch
 from PIL import Image
 from ruamel.yaml import YAML
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.tasks.ming_t2i import run as launch
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import ming_draw_by_hand as by_hand
 from tests.helpers.distributed import run_ranks
@@ -28,17 +29,14 @@ from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import differing, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_generator_run import generator_config
-from tests.helpers.tiny_ming import EXPERTS, HIDDEN, PATCH
 from tests.helpers.tiny_ming_draw import (
     SHIFT,
     SIDES,
-    TRANSFORMER,
     VAE,
     make_tiny_ming_draw,
-    mlp_shapes,
-    transformer_shapes,
 )
 
+LAYERS = 24
 RELEASED = Path(__file__).parents[1] / "released/ming-lite-omni-1.5-drawing.json"
 FP64 = ("parallel.fsdp_plan.param_dtype=fp64", "training.adam_fused=false")
 SEED, SIDE = 7, 16
@@ -90,8 +88,8 @@ def told_by_hand(folder: Path, source: Image.Image | None, *faults: str) -> torc
 
 @pytest.mark.parametrize("source", [None, picture()], ids=TASKS)
 def test_a_condition_is_that_of_the_formula(source: Image.Image | None, made: Path) -> None:
-    """Queries behind the caption, routed and placed as a picture of one row; a connector whose rows all see one another;
-    rows of length 1. Each of these done otherwise is seen; so is the next smaller square."""
+    """Queries behind the caption, routed and placed as a picture of one row; a connector whose rows all see one
+    another; rows of length 1. Each of these done otherwise is seen; so is the next smaller square."""
     (said,) = exact_parts(str(made)).encode_prompt([CAPTION], source)
     torch.testing.assert_close(said[0], told_by_hand(made, source), rtol=1e-6, atol=1e-6)
     for fault in ("causal", "long", "text", "square"):
@@ -249,3 +247,165 @@ def test_samples_are_those_of_a_loop_by_hand(task: str, made: Path) -> None:
         away = by_hand.predicted(w, x, 1000 * now, told * 0, source)
         x = x + (then - now) * (away + 3.0 * (wanted - away))
     torch.testing.assert_close(drawn[0].double(), x, rtol=1e-4, atol=1e-4)
+
+
+def test_negative_prompts_are_refused(made: Path, tmp_path: Path) -> None:
+    said = mm("infer", made, "--prompt", CAPTION, "--negative-prompt", "grain", "--out", tmp_path / "drawn")
+    assert said.code != 0 and "Ming-Lite-Omni guides away from the condition 0" in said.err
+
+
+# --- released names ---------------------------------------------------------------------------------------------------
+
+
+def test_released_names_and_shapes_are_those_of_the_classes() -> None:
+    from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+
+    diffusers_class("ModelMixin")
+    from mindspeed_mm.fsdp.models.ming_draw.pipeline_ming_draw import MingQueries
+    from mindspeed_mm.fsdp.models.ming_draw.transformer import MingImageTransformer
+
+    record = json.loads(RELEASED.read_text(encoding="utf-8"))
+    expected = {}
+    for name, shape in record["transformer"].items():
+        for number in range(LAYERS - 1 if "{n}" in name else 1):
+            expected[name.replace("{n}", str(number))] = tuple(shape)
+    expected |= {name: tuple(shape) for name, shape in record["mlp"].items()}
+    with torch.device("meta"):
+        model, queries = MingImageTransformer(**record["config"]), MingQueries()
+    found = {name: tuple(each.shape) for part in (model, queries) for name, each in part.state_dict().items()}
+    assert found == expected
+    parameters = sum(each.numel() for each in model.parameters())
+    assert parameters == pytest.approx(2.2e9, rel=0.02)  # the card's
+
+
+def test_a_release_that_lacks_a_part_is_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(release_of(made), tmp_path / "release")
+    shutil.rmtree(tmp_path / "release/connector")
+    words = [f"--cfg.source_path={tmp_path / 'release'}", f"--cfg.target_path={tmp_path / 'model'}"]
+    with pytest.raises(ModelFolderError, match=r"connector.*is missing, and what draws in Ming-Lite-Omni needs it"):
+        convert("source_to_hf", *words)
+    file = tmp_path / "release/mlp/model.safetensors"
+    shutil.copytree(release_of(made) / "connector", tmp_path / "release/connector")
+    save_file({name: each for name, each in load_file(file).items() if name != "mlp.fc1.weight"}, file)
+    with pytest.raises(CheckpointError, match=r"has no tensor mlp\.fc1\.weight"):
+        convert("source_to_hf", *words)
+    assert not (tmp_path / "model").exists()
+
+
+# --- adapters, plans, MindSpeed-MM's launch ---------------------------------------------------------------------------
+
+LORA = ("training.lora.enable=true", "training.lora.rank=4")
+
+
+def stored(model: Path) -> dict[str, torch.Tensor]:
+    return load_file(model / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def test_adapters_train_and_are_applied(made: Path, tmp_path: Path) -> None:
+    """A LoRA that is resumed is that of the whole run; merged, it changes attentions alone, and draws the same."""
+    yaml = make_run(tmp_path, "t2i", made)
+    train(yaml, tmp_path / "whole", *LORA)
+    train(yaml, tmp_path / "run", *LORA, "training.train_iters=1")
+    train(yaml, tmp_path / "run", *LORA)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert differing(tensors(tmp_path / "run"), tensors(tmp_path / "whole")) == []
+    for words in (("export", tmp_path / "run", tmp_path / "lora"),
+                  ("merge", made, tmp_path / "lora", "--out", tmp_path / "merged")):  # fmt: skip
+        said = mm(*words)
+        assert said.code == 0, said.err
+    merged, before = stored(tmp_path / "merged"), stored(made)
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert merged.keys() == before.keys()
+    assert {name.split(".attn.")[1] for name in changed} == {
+        *(f"{layer}.weight" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"{layer}.weight" for layer in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    }
+    drawn = []
+    size = ("--size", f"{SIDE}x{SIDE}", "--steps", 2, "--prompt", CAPTION)
+    for number, words in enumerate(((made, "--lora", tmp_path / "lora"), (tmp_path / "merged",))):
+        said = mm("infer", *words, *size, "--out", tmp_path / f"samples{number}")
+        assert said.code == 0, said.err
+        (file,) = (tmp_path / f"samples{number}").glob("*.png")
+        drawn.append(np.asarray(Image.open(file)).astype(float))
+    assert drawn[0].shape == (SIDE, SIDE, 3) and np.abs(drawn[0] - drawn[1]).mean() < 1
+
+
+PLANS = {
+    "fsdp": (2, ("training.micro_batch_size=1",)),
+    "ulysses": (2, ("parallel.ulysses_parallel_size=2",)),
+    "tensor": (2, ("parallel.tensor_parallel_size=2",)),
+}
+
+
+def steps_of(yaml: str, words: tuple[str, ...]) -> Any:
+    with keeping_double():
+        return train_steps(yaml, [*FP64, *words])
+
+
+@pytest.mark.parametrize(
+    ("plan", "task"),
+    [("fsdp", "t2i"), *[pytest.param(plan, task, marks=pytest.mark.slow) for plan in PLANS for task in TASKS]],
+)
+def test_a_plan_trains_like_one_process(plan: str, task: str, made: Path, tmp_path: Path) -> None:
+    yaml, (ranks, words) = str(make_run(tmp_path, task, made)), PLANS[plan]
+    expected = steps_of(yaml, ())
+    for measured in run_ranks(ranks, steps_of, yaml, words, timeout_s=300.0):
+        compare_steps(expected, measured, 1e-6)
+
+
+def launch_words(folder: Path, model: Path) -> list[str]:
+    """As examples/ming/finetune_t2i.sh starts it, on smaller pictures."""
+    given = {
+        "pretrained_model_name_or_path": model, "json_path": folder / "rows.jsonl", "image_folder": folder,
+        "processor_path": ".", "micro_batch_size": 1, "dataloader_num_workers": 0, "seed": SEED,
+        "checkpointing_steps": 500, "max_train_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4,
+        "lr_warmup_steps": 2, "clip_grad": 0.0, "lr_scheduler": "constant_with_warmup", "weight_decay": 1e-2,
+        "weighting_scheme": "logit_normal", "output_dir": folder / "run",
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [*words, "--resolution", "512", "512"]
+
+
+def test_the_launch_of_mindspeed_mm_trains_a_released_folder(made: Path, tmp_path: Path) -> None:
+    """The flags make the YAML that a person would write, and the released folder becomes one that trains."""
+    make_run(tmp_path, "t2i", made)
+    rows = [{"image_name": f"{number}.png", "text": f"{CAPTION} {number}"} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = launch_words(tmp_path, release_of(made))
+    flags = launch.read_flags(words)
+    assert any("--processor_path has no effect" in note for note in flags.notes)
+    config, sizes = launch.configuration(flags.options), "data.dataset_param.preprocess_parameters"
+    training = config["training"]
+    assert config["model"] == {
+        "model_name_or_path": str(tmp_path / "run.model"),
+        "model_id": "ming_draw",
+        "task": "t2i",
+    }
+    assert config["data"]["dataset_param"]["preprocess_parameters"] == {
+        "height": 512, "width": 512, "flip": False, "crop": "random",
+    }  # fmt: skip
+    assert (training["lr"], training["lr_warmup_ratio"], training["clip_grad"]) == (1e-4, 0.5, 0.0)
+    assert training["diffusion"]["timestep_density"] == "logit_normal" and training["lr_decay_style"] == "constant"
+    smaller = [f"{sizes}.height={SIDE}", f"{sizes}.width={SIDE}", "training.train_iters=1"]
+    launch.run([*words, *smaller])
+    assert list(losses(tmp_path / "run")) == [1]
+    before, trained = stored(made), tensors(tmp_path / "run")
+    assert (trained["model.mlp.fc1.weight"] != before["mlp.fc1.weight"]).any()
+    unused = "ref_pos_embed.proj.weight"  # is kept in what is computed in
+    assert torch.equal(trained[f"model.{unused}"], before[unused].bfloat16())
+
+
+def test_sizes_are_those_of_the_nearest_ratio() -> None:
+    cases = {(512, 512): (512, 512), (1024, 512): (704, 352), (720, 1280): (384, 672), (100, 3000): (256, 1024)}
+    assert {asked: launch.size_of(*asked) for asked in cases} == cases
+
+
+def test_other_ranks_wait_for_the_folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = launch.read_flags(launch_words(tmp_path, release_of(made))).options
+    folder = launch.model_folder(options)
+    monkeypatch.setattr(launch.time, "sleep", lambda _: shutil.copytree(made, folder))
+    launch.make_model(options, is_first=False)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(launch.time, "sleep", lambda _: None)
+    with pytest.raises(MachineError, match=r"the first rank writes it, and all ranks read it"):
+        launch.make_model(options, is_first=False, now=itertools.count(0, 3600).__next__)

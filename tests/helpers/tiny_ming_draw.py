@@ -49,6 +49,8 @@ def transformer_shapes(
     row: int = ROW,
     whole: int = WHOLE,
     dual: tuple[int, ...] = DUAL,
+    *,
+    normed: bool = True,
 ) -> Shapes:
     """Of the released folder `transformer`."""
     shapes: Shapes = {}
@@ -56,7 +58,7 @@ def transformer_shapes(
     def linear(name: str, out: int, inner: int) -> None:
         shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, inner), (out,)
 
-    def attention(name: str, *, joins: bool, ends: bool, normed: bool) -> None:
+    def attention(name: str, *, joins: bool = False, ends: bool = False, normed: bool = normed) -> None:
         for part in ("to_q", "to_k", "to_v", "to_out.0"):
             linear(f"{name}.{part}", width, width)
         if joins:
@@ -81,15 +83,15 @@ def transformer_shapes(
     for name in ("noise_refiner", "ref_image_refiner"):
         for number in range(2):
             linear(f"{name}.{number}.norm1.linear", 6 * width, width)
-            attention(f"{name}.{number}.attn", joins=False, ends=False, normed=False)
+            attention(f"{name}.{number}.attn", normed=False)
             feed_forward(f"{name}.{number}.ff")
     for number in range(layers):
         block, ends = f"transformer_blocks.{number}", number == layers - 1
         linear(f"{block}.norm1.linear", (9 if number in dual else 6) * width, width)
         linear(f"{block}.norm1_context.linear", (2 if ends else 6) * width, width)
-        attention(f"{block}.attn", joins=True, ends=ends, normed=True)
+        attention(f"{block}.attn", joins=True, ends=ends)
         if number in dual:
-            attention(f"{block}.attn2", joins=False, ends=False, normed=True)
+            attention(f"{block}.attn2")
         feed_forward(f"{block}.ff")
         if not ends:
             feed_forward(f"{block}.ff_context")

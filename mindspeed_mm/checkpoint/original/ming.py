@@ -63,7 +63,7 @@ def draws_of_release(source: Path, target: Path, *, stream: TextIO | None = None
     """Write what draws in a released folder in diffusers' layout.
 
     Args:
-        source: With config.json, the weights of the language model, and transformer/, vae/, scheduler/, connector/, mlp/.
+        source: With config.json, the language model, and transformer/, vae/, scheduler/, connector/ and mlp/.
         target: The folder to write.
         stream: Where progress is shown.
 
