@@ -37,7 +37,7 @@ from tests.helpers.tiny_ming_draw import (
 )
 
 LAYERS = 24
-RELEASED = Path(__file__).parents[1] / "released/ming-lite-omni-1.5-drawing.json"
+RELEASED = Path(__file__).parents[1] / "released/ming_draw/t2i.json"
 FP64 = ("parallel.fsdp_plan.param_dtype=fp64", "training.adam_fused=false")
 SEED, SIDE = 7, 16
 TASKS = ("t2i", "edit")
@@ -290,6 +290,12 @@ def test_a_release_that_lacks_a_part_is_refused(made: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"has no tensor mlp\.fc1\.weight"):
         convert("source_to_hf", *words)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_released_folder_says_how_it_becomes_one_that_trains(made: Path, tmp_path: Path) -> None:
+    yaml = make_run(tmp_path, "t2i", release_of(made))
+    said = mm("check", yaml, "model.model_id=ming_draw")
+    assert said.code != 0 and "mm-convert MingConverter source_to_hf" in said.err + said.out
 
 
 # --- adapters, plans, MindSpeed-MM's launch ---------------------------------------------------------------------------

@@ -118,15 +118,15 @@ def second_reading(entry: str, words: list[str], root: Path) -> dict[str, Any]:
 
 def _ming_t2i(launch: _Launch) -> Iterator[tuple[str, Any]]:
     flags = launch.flags
-    for name, key in (("learning_rate", "lr"), ("max_train_steps", "train_iters"), ("clip_grad", "clip_grad"),
-                      ("weight_decay", "weight_decay"), ("micro_batch_size", "micro_batch_size"), ("seed", "seed"),
-                      ("checkpointing_steps", "save_interval"),
-                      ("gradient_accumulation_steps", "gradient_accumulation_steps")):  # fmt: skip
+    for name, key in (("learning-rate", "lr"), ("max-train-steps", "train_iters"), ("clip-grad", "clip_grad"),
+                      ("weight-decay", "weight_decay"), ("micro-batch-size", "micro_batch_size"), ("seed", "seed"),
+                      ("checkpointing-steps", "save_interval"),
+                      ("gradient-accumulation-steps", "gradient_accumulation_steps")):  # fmt: skip
         yield f"training.{key}", flags.number(name)
-    yield "training.lr_warmup_ratio", flags.number("lr_warmup_steps") / flags.number("max_train_steps")
-    yield "training.diffusion.timestep_density", flags.text("weighting_scheme")
-    yield f"{_BASIC}.dataset", flags.text("json_path")
-    yield f"{_BASIC}.dataset_dir", flags.text("image_folder")
+    yield "training.lr_warmup_ratio", flags.number("lr-warmup-steps") / flags.number("max-train-steps")
+    yield "training.diffusion.timestep_density", flags.text("weighting-scheme")
+    yield f"{_BASIC}.dataset", flags.text("json-path")
+    yield f"{_BASIC}.dataset_dir", flags.text("image-folder")
     yield f"{_PREPROCESS}.height", 512
     yield "model.task", "t2i"
 

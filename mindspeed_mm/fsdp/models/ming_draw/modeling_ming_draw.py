@@ -52,6 +52,7 @@ class MingDrawAdapter(DiffusionAdapter):
         blocks={"transformer_blocks.{*}": {"hidden_states": (IMAGE, 1), "encoder_hidden_states": (TEXT, 1)}},
         attention={"transformer_blocks.{*}.attn": (IMAGE, TEXT), "transformer_blocks.{*}.attn2": (IMAGE,)},
     )
+    never_split = ("mlp.fc1", "mlp.fc2")  # a norm stands between them
     uncut_because = "blocks in front of the joint ones go over the noise and over the picture that is edited"
     lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
@@ -66,6 +67,10 @@ class MingDrawAdapter(DiffusionAdapter):
     }
     memory_streams = ("samples",)
     encoders = ("vae", "text_encoder", "tokenizer", "queries", "connector")
+    layout_way_out = (
+        "Bring the released folder into diffusers' layout: mm-convert MingConverter source_to_hf "
+        "--cfg.source_path RELEASED --cfg.target_path FOLDER; then name that one."
+    )
     tokenizer_limits = False
     most_text_tokens = 2048
     uses = (ReleaseUse(steps=30, guidance=5.0, size=(512, 512)),)  # test_infer_gen_image.py, modeling_bailingmm.py

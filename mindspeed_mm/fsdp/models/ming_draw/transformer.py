@@ -155,7 +155,7 @@ class MingImageTransformer(SD3Transformer2DModel):  # type: ignore[misc]
             tokens = torch.cat([tokens, seen], dim=1)
         for block in self.transformer_blocks:
             context, tokens = block(hidden_states=tokens, encoder_hidden_states=context, temb=times)
-        made = self.proj_out(self.norm_out(tokens[:, :own], times))
+        made = self.proj_out(self.norm_out(tokens, times))[:, :own]
         side = config.patch_size
         squares = made.view(len(made), height // side, width // side, side, side, self.out_channels)
         sample = squares.permute(0, 5, 1, 3, 2, 4).reshape(len(made), self.out_channels, height, width)
