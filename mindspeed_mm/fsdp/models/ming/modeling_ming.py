@@ -2,8 +2,8 @@
 or SAN-M, into a mixture of experts whose routers differ by what a token stands for.
 
 What a tower makes is brought to length 1 before it takes the places of its tokens. The model that speaks is not built,
-and the one that draws is `ming_draw`: a released folder's weights of them are left as they are. Shapes: B rows of L tokens, H
-features of the language model; P patches; N sounds of F frames.
+and the one that draws is `ming_draw`: a released folder's weights of them are left as they are. Shapes: B rows of L
+tokens, H features of the language model; P patches; N sounds of F frames.
 """
 
 from __future__ import annotations
