@@ -137,7 +137,7 @@ def size_of(height: int, width: int) -> tuple[int, int]:
 
 
 def configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The YAML's content."""
+    """The YAML's content: what the flags say, and what the script does without being told."""
     height, width = size_of(*options.resolution)
     sizes = {"height": height, "width": width, "flip": options.random_flip}
     sizes |= {} if options.center_crop else {"crop": "random"}
