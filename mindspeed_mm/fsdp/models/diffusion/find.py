@@ -40,7 +40,7 @@ def find_adapter(
     path = Path(folder)
     if not (path / GENERATOR_INDEX).is_file():
         what = "is a file, not a folder" if path.exists() else "does not exist"
-        known = None if model_id is None else model_register.get(model_id)
+        known: Any = None if model_id is None else model_register.get(model_id)
         raise ModelFolderError(
             f"holds no {GENERATOR_INDEX}" if path.is_dir() else what,
             where=str(path),
