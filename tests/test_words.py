@@ -206,6 +206,7 @@ SAYS = {
     "checkpoint/ptd/converters.py",
     "tasks/convert/family_converters.py",
     "tasks/dancegrpo/run.py",
+    "tasks/ming_t2i/run.py",
     "tasks/convert/cosyvoice3.py",
     "tasks/launch/launcher.py",
     "tasks/answer/generation.py",

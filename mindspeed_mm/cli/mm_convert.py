@@ -75,6 +75,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
     "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
+    "MingConverter": (f"{_ORIGINAL}.ming", "Ming-Lite-Omni: the released folder ↔ what draws, in diffusers' layout."),
 }
 """Name → (module, help line)."""
 PLANNED = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,30 @@ class EntryFlags:
     """Those of them that take no value."""
     refused: Mapping[str, str]
     """Flag that is an error, with its dashes → why."""
+
+    def rest(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Words for the YAML, and notes on flags that do nothing, of what the parser did not take.
+
+        Raises:
+            UsageError: A word is none of these.
+        """
+        overrides: list[str] = []
+        notes: list[str] = []
+        has_value = False
+        for word in words:
+            flag, sign, _ = word.partition("=")
+            if flag in self.idle:
+                notes.append(f"{flag} has no effect: {self.idle[flag]}")
+                has_value = not sign and flag not in self.idle_switches
+            elif flag.startswith("--"):
+                raise UsageError("no such flag", key=flag, way_out="See --help.")
+            elif has_value:
+                has_value = False
+            elif sign and "." in flag:
+                overrides.append(word)
+            else:
+                raise UsageError(f"'{word}' belongs to no flag", way_out="See --help.")
+        return overrides, notes
 
 
 class _EntryParser(argparse.ArgumentParser):

@@ -21,14 +21,12 @@ _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 _STANDS_FOR = dict.fromkeys(("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"), ("--posttrain-method", "dpo"))
 """Entry → flags that it is as good as given."""
 _NOT_BUILT = {
-    "finetune_t2i.py": (
-        "what draws in Ming-Lite-Omni",
-        'finetune_vl.py trains what sees, hears and answers. Models that draw: mm route "draw a picture".',
-    ),
     "inference_qihoo.py": ("Qihoo-T2X", 'Models that draw and film: mm route "make a video".'),
     "pretrain_ae.py": ("the training of autoencoders", "Take the weights of one that is released."),
 }
 """Entry of MindSpeed-MM → what it starts, which is not built, and a way out."""
+_READ_THEIR_FLAGS = {"posttrain_flux_dancegrpo.py": "--save", "finetune_t2i.py": "--output_dir"}
+"""Entry with flags of its own → the one that names the run's folder."""
 _NAME = re.compile(r"\s*(?:export\s+)?(\w+)=")
 _PIECE = re.compile(
     r"\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|[^\s;\"'`$]+|\$)", re.DOTALL
@@ -105,9 +103,9 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         return Launch("", list(words))
     entry = scripts[0]
     name = Path(words[entry]).name
-    if name == "posttrain_flux_dancegrpo.py":
+    if name in _READ_THEIR_FLAGS:
         raise UsageError(
-            "reads its flags itself and writes them as a YAML beside the folder of --save",
+            f"reads its flags itself and writes them as a YAML beside the folder of {_READ_THEIR_FLAGS[name]}",
             where=words[entry],
             way_out="Start it: it trains as that YAML does.",
         )

@@ -79,13 +79,13 @@ def asked_of(card: ModelCard, hub: str, method: Method, folder: Path) -> tuple[A
 def with_record(card: ModelCard) -> Iterator[str]:
     """Releases of a family whose configuration is recorded."""
     for hub in card.released:
-        if hub in _generators() or (not card.generates and _record_name(hub) in _records()):
+        if hub in _generators() if card.generates else _record_name(hub) in _records():
             yield hub
 
 
 def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
     """A folder with the configuration of a release, without weights."""
-    if hub not in _generators():
+    if not card.generates:
         config = dict(_records()[_record_name(hub)]["config"])
         config.pop("quantization_config", None)
         row = ROWS.get(card.name)

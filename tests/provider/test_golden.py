@@ -181,7 +181,7 @@ def test_entries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("finetune_t2i.py", "starts what draws in Ming-Lite-Omni, which is not built. finetune_vl.py trains what sees"),
+        ("finetune_t2i.py", "reads its flags itself and writes them as a YAML beside the folder of --output_dir"),
         ("inference_qihoo.py", "starts Qihoo-T2X, which is not built"),
         ("pretrain_ae.py", "starts the training of autoencoders, which is not built"),
     ],

@@ -360,7 +360,7 @@ def test_only_families_that_do_it_are_told_where_others_cannot() -> None:
     videos = routes.find("describe clips")
     assert videos.families and all("video" in card.modalities for card in videos.families)
     assert videos.stages["ask it"].startswith("mm infer runs/mine --video")
-    assert [card.name for card in routes.find("edit photos").families] == ["flux", "qwen_image"]
+    assert [card.name for card in routes.find("edit photos").families] == ["flux", "ming_draw", "qwen_image"]
     assert "--image" in routes.find("animate a photo").stages["make samples"]
     scans = [card.name for card in routes.find("OCR of scans").families]
     assert scans[:2] == ["deepseek_ocr", "deepseek_ocr2"] and "qwen3vl" in scans

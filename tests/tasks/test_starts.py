@@ -122,6 +122,11 @@ def _tiny_generator(card: ModelCard, model: Path) -> TinyFamily:
 
         make_tiny_ltx2(model)
         return TinyFamily(lambda folder: None, side=64, frames=9)
+    if name == "ming_draw":
+        from tests.helpers.tiny_ming_draw import make_tiny_ming_draw
+
+        make_tiny_ming_draw(model)
+        return TinyFamily(lambda folder: None, side=16)
     from tests.helpers.tiny_conditioned import make_tiny_conditioned
 
     make_tiny_conditioned(model, "vace")
@@ -243,7 +248,7 @@ def test_a_card_says_what_is_not_trained() -> None:
     left = {card.name: card.not_trained for card in families() if card.not_trained}
     assert left.keys() == {"ming", "qwen2_5omni", "qwen3omni"}
     lines = catalogue.as_card(CARDS["ming"]).split("\n")
-    said = "speech (talker), drawing (diffusion): not trained, and handed on unchanged by mm export"
+    said = "speech (talker), drawing (ming_draw trains it): not trained, and handed on unchanged by mm export"
     assert f"  left out  {said}" in lines
     assert "left out" not in catalogue.as_card(CARDS["qwen3vl"])
 

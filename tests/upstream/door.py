@@ -13,8 +13,11 @@ from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.fsdp.params.loader import load_config, resolved_dict
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.config import run_flags
-from mindspeed_mm.tasks.dancegrpo.run import configuration, read_flags
+from mindspeed_mm.tasks.dancegrpo import run as dancegrpo
+from mindspeed_mm.tasks.ming_t2i import run as ming_t2i
 
+_READ_THEIR_FLAGS: dict[str, Any] = {"posttrain_flux_dancegrpo.py": dancegrpo, "finetune_t2i.py": ming_t2i}
+"""Entry that reads its flags itself → what reads them."""
 _WANTED = re.compile(r"Set it before the command: (\w+)=")
 """What a launch asks for that only a shell knows: a person sets it, and so does the test."""
 
@@ -30,10 +33,10 @@ def read(script: str, entry: str, own: list[str], variables: dict[str, str]) -> 
     """
     environment: dict[str, str] = {}
     try:
-        if Path(entry).name == "posttrain_flux_dancegrpo.py":  # its entry reads the flags itself
-            flags = read_flags(own)
-            Path("dancegrpo.yaml").write_text(json.dumps(configuration(flags.options)))
-            config = load_config(Path("dancegrpo.yaml"), flags.overrides)
+        if (reader := _READ_THEIR_FLAGS.get(Path(entry).name)) is not None:
+            flags = reader.read_flags(own)
+            Path("own_flags.yaml").write_text(json.dumps(reader.configuration(flags.options)))
+            config = load_config(Path("own_flags.yaml"), flags.overrides)
             return {"config": resolved_dict(config), "flags": own, "notes": flags.notes}
         while True:
             try:

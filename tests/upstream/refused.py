@@ -31,7 +31,6 @@ REFUSED = (
     Refused("/videoalign/", "rows of VideoAlign, which is not built", _PLANNED),
     Refused("/qihoo_t2x/", "starts Qihoo-T2X, which is not built", _PLANNED),
     Refused("/vae/", "starts the training of autoencoders, which is not built", _PLANNED),
-    Refused("/ming/finetune_t2i", "starts what draws in Ming-Lite-Omni, which is not built", _PLANNED),
 )  # fmt: skip
 """Checked in this order."""
 

@@ -106,12 +106,29 @@ def second_reading(entry: str, words: list[str], root: Path) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     if launch.entry == "posttrain_flux_dancegrpo.py":  # with a schedule and rows of its own
         return dict(_switches(launch)) | {"training.lr": launch.flags.number("lr"), "posttrain.method": "grpo"}
+    if launch.entry == "finetune_t2i.py":  # with flags of its own
+        return dict(_ming_t2i(launch))
     parts: list[Callable[[_Launch], Iterator[tuple[str, Any]]]] = [_numbers, _switches, _files]
     if launch.trains:
         parts += [_schedule, _batch, _ranks, _precision, _checkpoints, _adapters, _loss, _waiting]
     for part in parts:
         wanted |= dict(part(launch))
     return wanted
+
+
+def _ming_t2i(launch: _Launch) -> Iterator[tuple[str, Any]]:
+    flags = launch.flags
+    for name, key in (("learning-rate", "lr"), ("max-train-steps", "train_iters"), ("clip-grad", "clip_grad"),
+                      ("weight-decay", "weight_decay"), ("micro-batch-size", "micro_batch_size"), ("seed", "seed"),
+                      ("checkpointing-steps", "save_interval"),
+                      ("gradient-accumulation-steps", "gradient_accumulation_steps")):  # fmt: skip
+        yield f"training.{key}", flags.number(name)
+    yield "training.lr_warmup_ratio", flags.number("lr-warmup-steps") / flags.number("max-train-steps")
+    yield "training.diffusion.timestep_density", flags.text("weighting-scheme")
+    yield f"{_BASIC}.dataset", flags.text("json-path")
+    yield f"{_BASIC}.dataset_dir", flags.text("image-folder")
+    yield f"{_PREPROCESS}.height", 512
+    yield "model.task", "t2i"
 
 
 def _as_words(section: Mapping[str, Any]) -> Iterator[str]:

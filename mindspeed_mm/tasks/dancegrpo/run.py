@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.terminal import say
-from mindspeed_mm.provider.entry_flags import EntryFlags, entry_flags
+from mindspeed_mm.provider.entry_flags import entry_flags
 
 CONFIGURATION = "dancegrpo.yaml"
 
@@ -99,7 +99,7 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
     """
     known = entry_flags("posttrain_flux_dancegrpo", mixed_precision=_DTYPES)
     options, others = known.parser.parse_known_args(list(words))
-    overrides, notes = _others(others, known)
+    overrides, notes = known.rest(others)
     if options.save is known.parser.get_default("save"):
         notes.append(f"--save is not given: the run goes to {options.save}")
     if not options.use_group:
@@ -134,25 +134,6 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
             "make one step here, in which they count alike; the script makes several steps of them"
         )
     return DanceFlags(options, tuple(overrides), tuple(notes))
-
-
-def _others(words: Sequence[str], known: EntryFlags) -> tuple[list[str], list[str]]:
-    """Words for the YAML, and notes on flags that do nothing."""
-    overrides, notes, has_value = [], [], False
-    for word in words:
-        flag, sign, _ = word.partition("=")
-        if flag in known.idle:
-            notes.append(f"{flag} has no effect: {known.idle[flag]}")
-            has_value = not sign and flag not in known.idle_switches
-        elif flag.startswith("--"):
-            raise UsageError("no such flag", key=flag, way_out="See --help.")
-        elif has_value:
-            has_value = False
-        elif sign and "." in flag:
-            overrides.append(word)
-        else:
-            raise UsageError(f"'{word}' belongs to no flag", way_out="See --help.")
-    return overrides, notes
 
 
 def configuration(options: argparse.Namespace) -> dict[str, Any]:

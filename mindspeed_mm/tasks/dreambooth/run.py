@@ -139,7 +139,7 @@ def pictures_in(folder: Path) -> list[Path]:
 # --- flags ------------------------------------------------------------------------------------------------------------
 # The flags of diffusers' `train_dreambooth_flux.py` and `train_dreambooth_lora_flux.py`, and what they mean here.
 
-_WEIGHTINGS: Mapping[str, dict[str, str]] = {
+WEIGHTINGS: Mapping[str, dict[str, str]] = {
     "cosmap": {"timestep_density": "uniform", "loss_weighting": "cosmap"},
     "logit_normal": {"timestep_density": "logit_normal"},
     "mode": {"timestep_density": "mode"},
@@ -147,7 +147,7 @@ _WEIGHTINGS: Mapping[str, dict[str, str]] = {
     "sigma_sqrt": {"timestep_density": "uniform", "loss_weighting": "sigma_sqrt"},
 }
 """`--weighting_scheme` → keys of `training.diffusion`."""
-_SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
 DTYPES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -158,7 +158,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
         UsageError: One is unknown, refused, or lacks another.
     """
     known = entry_flags(
-        "train_dreambooth_flux", weighting_scheme=_WEIGHTINGS, lr_scheduler=_SCHEDULES, mixed_precision=DTYPES
+        "train_dreambooth_flux", weighting_scheme=WEIGHTINGS, lr_scheduler=SCHEDULES, mixed_precision=DTYPES
     )
     options, others = known.parser.parse_known_args(list(words))
     _check_others(others, known)
@@ -192,7 +192,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     entries: list[dict[str, Any]] = [{"path": str(folder / "instance.jsonl"), "repeats": options.repeats}]
     diffusion: dict[str, Any] = {"shift": 1.0, "guidance": options.guidance_scale}
-    diffusion |= _WEIGHTINGS[options.weighting_scheme]
+    diffusion |= WEIGHTINGS[options.weighting_scheme]
     # diffusers' scripts index times that run down: less noise where the paper has more.
     diffusion |= {"logit_mean": -options.logit_mean, "logit_std": options.logit_std, "mode_scale": options.mode_scale}
     if options.with_prior_preservation:
@@ -220,7 +220,7 @@ def _training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     pictures = 2 if options.with_prior_preservation else 1
     training: dict[str, Any] = {
         "lr": options.learning_rate,
-        "lr_decay_style": _SCHEDULES[options.lr_scheduler],
+        "lr_decay_style": SCHEDULES[options.lr_scheduler],
         "weight_decay": options.adam_weight_decay,
         "adam_beta1": options.adam_beta1,
         "adam_beta2": options.adam_beta2,

@@ -155,6 +155,7 @@ def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureF
         "HunyuanVideoConverter",
         "LuminaConverter",
         "BagelConverter",
+        "MingConverter",
         "StepVideoConverter",
     )
     assert all(name in CONVERTERS for name in built)

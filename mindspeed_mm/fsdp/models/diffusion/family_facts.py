@@ -87,6 +87,10 @@ class FamilyFacts:
     or where the transformer's positions follow from `most_text_tokens`."""
     encoders: ClassVar[tuple[str, ...]] = ("vae",)
     """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
+    layout_way_out: ClassVar[str] = (
+        "Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/."
+    )
+    """What to do where the folder is in another layout."""
     unlisted_way_out: ClassVar[str] = "Copy the model folder again; or train on features, and do not sample."
     """What to do where `model_index.json` lists none of these."""
     sizes: ClassVar[LatentSizes]

@@ -40,11 +40,12 @@ def find_adapter(
     path = Path(folder)
     if not (path / GENERATOR_INDEX).is_file():
         what = "is a file, not a folder" if path.exists() else "does not exist"
+        known: Any = None if model_id is None else model_register.get(model_id)
         raise ModelFolderError(
             f"holds no {GENERATOR_INDEX}" if path.is_dir() else what,
             where=str(path),
             key="model.model_name_or_path",
-            way_out="Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/.",
+            way_out=(known if _is_adapter(known) else DiffusionAdapter).layout_way_out,
         )
     index = read_json(path / GENERATOR_INDEX)
     if model_id is None:

@@ -1,9 +1,9 @@
 """Ming-Lite-Omni (arXiv:2506.09344): pictures and videos through Qwen2.5-VL's tower, sounds through Whisper's encoder
 or SAN-M, into a mixture of experts whose routers differ by what a token stands for.
 
-What a tower makes is brought to length 1 before it takes the places of its tokens. The model that speaks, and the one
-that draws, are not built: a released folder's weights of them are left as they are. Shapes: B rows of L tokens, H
-features of the language model; P patches; N sounds of F frames.
+What a tower makes is brought to length 1 before it takes the places of its tokens. The model that speaks is not built,
+and the one that draws is `ming_draw`: a released folder's weights of them are left as they are. Shapes: B rows of L
+tokens, H features of the language model; P patches; N sounds of F frames.
 """
 
 from __future__ import annotations

@@ -1,0 +1,6 @@
+"""`torchrun $DISTRIBUTED_ARGS finetune_t2i.py $GPT_ARGS …`: see mindspeed_mm/finetune_t2i.py."""
+
+from mindspeed_mm.finetune_t2i import main
+
+if __name__ == "__main__":
+    main()
