@@ -75,6 +75,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
     "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
+    "InternVLUConverter": (f"{_ORIGINAL}.internvlu", "InternVL-U: the released folder ↔ one folder, which trains."),
 }
 """Name → (module, help line)."""
 PLANNED = (

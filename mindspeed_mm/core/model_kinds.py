@@ -90,7 +90,7 @@ UNIFIED = ModelKind(
 )
 """Models that answer in words and draw pictures by denoising, in one sequence."""
 KINDS = (LANGUAGE, GENERATOR, UNIFIED)
-UNIFIED_TYPES = frozenset({"bagel"})
+UNIFIED_TYPES = frozenset({"bagel", "internvlu"})
 """`model_type` in the config.json of their folders."""
 
 EXPERT_PARTS = ("transformer", "transformer_2")
