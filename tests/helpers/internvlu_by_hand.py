@@ -1,5 +1,5 @@
-"""InternVL-U written from the published formulas, in fp64, on the released names: what the tests of the model compare it
-with. Nothing of the package is used."""
+"""InternVL-U written from the published formulas, in fp64, on the released names: what the tests of the model compare
+it with. Nothing of the package is used."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def layer_norm(x: torch.Tensor, state: State | None = None, name: str = "", eps:
 
 
 def seen_features(state: State, pixels: torch.Tensor) -> torch.Tensor:
-    """(4, H) of a picture (3, 8, 8): InternViT with one tensor of queries, keys and values, the published pixel shuffle,
-    and the projector."""
+    """(4, H) of a picture (3, 8, 8): InternViT with one tensor of queries, keys and values, the published pixel
+    shuffle, and the projector."""
     own = "vlm.vision_model."
     weight = state[f"{own}embeddings.patch_embedding.weight"]
     patches = [
@@ -92,8 +92,12 @@ def language_states(
     for layer in range(3):
         before, at = x, f"vlm.language_model.model.layers.{layer}."
         y = rms(x, state[f"{at}input_layernorm.weight"])
-        q = turn(rms(linear(state, f"{at}self_attn.q_proj", y).view(count, 4, 8), state[f"{at}self_attn.q_norm.weight"]))
-        k = turn(rms(linear(state, f"{at}self_attn.k_proj", y).view(count, 2, 8), state[f"{at}self_attn.k_norm.weight"]))
+        q = turn(
+            rms(linear(state, f"{at}self_attn.q_proj", y).view(count, 4, 8), state[f"{at}self_attn.q_norm.weight"])
+        )
+        k = turn(
+            rms(linear(state, f"{at}self_attn.k_proj", y).view(count, 2, 8), state[f"{at}self_attn.k_norm.weight"])
+        )
         v = linear(state, f"{at}self_attn.v_proj", y).view(count, 2, 8)
         heads = []
         for head in range(4):

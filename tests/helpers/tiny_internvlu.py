@@ -1,5 +1,5 @@
-"""A tiny folder of InternVL-U as the converter of the released folder writes it, and one as it is released; with rows of
-every task."""
+"""A tiny folder of InternVL-U as the converter of the released folder writes it, and one as it is released; with rows
+of every task."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""InternVL-U: the released folder keeps its two trained parts, its VAE and its tokenizer in folders of their own; training
-reads one folder, with the released names behind the name of their part."""
+"""InternVL-U: the released folder keeps its two trained parts, its VAE and its tokenizer in folders of their own.
+Training reads one folder, with the released names behind the name of their part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.checkpoint.conversion.files import OutputFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import safetensors_files
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
@@ -36,7 +38,8 @@ class InternVLUConverter(Converter):
         source = cfg.source_path
         config = _config(source)
         with ExitStack() as stack:
-            ledgers, tensors = [], {}
+            ledgers: list[SourceLedger] = []
+            tensors: dict[str, LazyTensor] = {}
             for part in _PARTS:
                 ledger = SourceLedger(stack.enter_context(open_weights(source / part)), source / part)
                 ledgers.append(ledger)
@@ -58,7 +61,9 @@ class InternVLUConverter(Converter):
         _check_released(released)
         with open_weights(cfg.source_path) as stored:
             ledger = SourceLedger(stored, cfg.source_path)
-            files, texts, copies = {}, {}, {}
+            files: dict[str, OutputFile] = {}
+            texts: dict[str, str] = {}
+            copies: dict[str, Path] = {}
             for part in _PARTS:
                 own = {name.removeprefix(f"{part}."): tensor for name, tensor in ledger.tensors.items()
                        if name.startswith(f"{part}.")}  # fmt: skip

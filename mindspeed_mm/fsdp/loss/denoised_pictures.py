@@ -109,7 +109,9 @@ class WithDenoisedPictures:
             "latent_times": torch.cat(times),
             "_velocities": torch.cat(targets) if targets else tokens[0].new_zeros(0, self._sizes.latent_features),
         }
-        return prepared if stand_beside_words(self._sizes) else prepared | self._places(batch, grids, torch.cat(is_drawn))
+        return (
+            prepared if stand_beside_words(self._sizes) else prepared | self._places(batch, grids, torch.cat(is_drawn))
+        )
 
     def _places(
         self, batch: Batch, grids: Sequence[tuple[int, int]], is_drawn_M: torch.Tensor

@@ -61,9 +61,7 @@ class UnifiedFamily(LanguageFamily):
         words = build_language_objective(self.arguments, outline.model, head, lambda: ())
         return self._both(words, outline.model.config, None)
 
-    def _both(
-        self, words: Objective, config: Any, encode: Encode | None
-    ) -> Objective:
+    def _both(self, words: Objective, config: Any, encode: Encode | None) -> Objective:
         assert isinstance(words, TokenCrossEntropy)  # `check_unified_loss`
         loss_cfg, diffusion = self.arguments.features.loss_cfg, self.arguments.training.diffusion
         return WithDenoisedPictures(words, config, loss_cfg, diffusion, encode, self._exact_dtype)

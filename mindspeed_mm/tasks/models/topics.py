@@ -489,7 +489,6 @@ ANY_MODEL: tuple[Topic, ...] = (
 
 PLANNED = {
     "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
-    "internvlu": "InternVL-U, understanding and drawing by one model",
     "kimi_k3": "Kimi-K3, pictures and text",
     "longcat_next": "LongCat-Next, pictures, sound and text",
     "opensora2.0": "Open-Sora 2.0, text and image to video",

@@ -32,7 +32,7 @@ from tests.helpers.internvlu_by_hand import OWN, State, language_states, linear,
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
-from tests.helpers.tiny_internvlu import KEEP_ALL, run_of
+from tests.helpers.tiny_internvlu import run_of
 
 FP64 = "parallel.fsdp_plan.param_dtype=fp64"
 BASIC = "data.dataset_param.basic_parameters"
@@ -176,7 +176,9 @@ def test_both_terms_and_their_gradients_are_those_by_hand(run: Path, numbers: tu
         expected = state[name].grad
         expected = torch.zeros_like(state[name]) if expected is None else expected
         torch.testing.assert_close(gradients[name], expected, rtol=1e-7, atol=1e-10)
-    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    missing = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
     assert not [name for name in missing if not name.startswith("vlm.vision_model")]
 
 
@@ -202,7 +204,9 @@ def test_rows_read_as_the_published_prompts(run: Path) -> None:
     assert dataset[3]["input_ids"].tolist() == published(dataset, "draw", "Draw four.", "so: <img>")
     spoken = "three<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
     assert dataset[1]["input_ids"].tolist() == published(dataset, "answer", f"{PICTURE}\nWhich?", spoken)
-    trained = [dataset.processor.decode(row["labels"][row["labels"] != -100]) for row in map(dataset.__getitem__, range(4))]
+    trained = [
+        dataset.processor.decode(row["labels"][row["labels"] != -100]) for row in map(dataset.__getitem__, range(4))
+    ]
     assert trained == ["", "three<|im_end|>four<|im_end|>", "", "so: <img>"]
     read = dataset[2]["input_ids"][dataset[2]["part_ids"] == 1]
     asked = f"<|im_start|>user\n{PICTURE}\nturn it.<|im_end|>\n<|im_start|>assistant\n<img>"
@@ -236,8 +240,14 @@ def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     ("turns", "says"),
     [
         ([turn("user", "a"), turn("assistant", "<image> b")], "words behind a picture"),
-        ([turn("user", "a"), turn("assistant", "<image>"), turn("user", "b"), turn("assistant", "c")], "neither a question"),
-        ([turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "<image>")], "several questions"),
+        (
+            [turn("user", "a"), turn("assistant", "<image>"), turn("user", "b"), turn("assistant", "c")],
+            "neither a question",
+        ),
+        (
+            [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "<image>")],
+            "several questions",
+        ),
         ([turn("system", "<image>"), turn("user", "c"), turn("assistant", "d")], "neither a question"),
         ([turn("user", "a"), turn("assistant", "<image>", weight=0.5)], "drawn pictures count 0 or 1"),
     ],
@@ -257,7 +267,9 @@ def test_rows_that_cannot_be_used_are_named(run: Path, tmp_path: Path, turns: li
     [(100, 100, (512, 512)), (600, 900, (608, 896)), (2048, 1024, (1024, 512)), (1000, 1000, (992, 992)),
      (3000, 3000, (1024, 1024)), (100, 900, (112, 1024))],
 )  # fmt: skip
-def test_pictures_that_have_latents_are_as_large_as_published(height: int, width: int, expected: tuple[int, int]) -> None:
+def test_pictures_that_have_latents_are_as_large_as_published(
+    height: int, width: int, expected: tuple[int, int]
+) -> None:
     """What the published code gives with its settings: a stride of 16, 512² to 1024² pixels, sides up to 1024."""
     assert GenerationSize(16, 512**2, 1024**2, 1024)(height, width) == expected
 

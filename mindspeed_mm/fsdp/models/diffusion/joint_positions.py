@@ -1,5 +1,5 @@
-"""Where the tokens stand that a picture is drawn from: one grid of frames, rows and columns for latents and for states of
-the language model (unified MSRoPE, arXiv:2603.09877, section 3.1.2)."""
+"""Where the tokens stand that a picture is drawn from: one grid of frames, rows and columns, for latents and for states
+of the language model (unified MSRoPE, arXiv:2603.09877, section 3.1.2)."""
 
 from __future__ import annotations
 

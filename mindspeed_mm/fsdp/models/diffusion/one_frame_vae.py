@@ -1,4 +1,4 @@
-"""Qwen-Image's VAE, which is one of videos, as a VAE of pictures: what `PictureVAE` asks of diffusers' AutoencoderKL."""
+"""Qwen-Image's VAE, one of videos, as a VAE of pictures: what `PictureVAE` asks of diffusers' AutoencoderKL."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ class OneFrameVAE(nn.Module):
         super().__init__()
         self.vae = vae
         levels = len(vae.config.temperal_downsample) + 1
-        self.config = FrozenDict(
-            latent_channels=vae.config.z_dim, block_out_channels=(0,) * levels, scaling_factor=1.0
-        )
+        self.config = FrozenDict(latent_channels=vae.config.z_dim, block_out_channels=(0,) * levels, scaling_factor=1.0)
 
     @classmethod
     def from_folder(cls, folder: Path) -> OneFrameVAE:

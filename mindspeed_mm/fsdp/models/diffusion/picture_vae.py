@@ -114,7 +114,6 @@ def load_vae(folder: Path) -> Any:
         from diffusers import AutoencoderKL
 
         from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE
-
         from mindspeed_mm.fsdp.models.diffusion.one_frame_vae import OneFrameVAE
 
         name = read_json_object(inside / "config.json", ModelFolderError).get("_class_name")

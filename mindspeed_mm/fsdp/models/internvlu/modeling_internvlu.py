@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.diffusion.joint_positions import latent_positions
 from mindspeed_mm.fsdp.models.internvlu.configuration_internvlu import InternVLUConfig
 from mindspeed_mm.fsdp.models.internvlu.picture_head import PictureTransformer
-from mindspeed_mm.fsdp.models.diffusion.joint_positions import latent_positions
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.device import current_device
@@ -93,7 +93,7 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["InternVLVisionLayer", "Qwen3DecoderLayer", "InternVLUTransformerBlock"]
-    denoises_pictures = True
+    denoises_pictures = draws_from_states = True
 
     def __init__(self, config: InternVLUConfig) -> None:
         super().__init__(config)

@@ -249,7 +249,9 @@ def generation_size(preprocess: PreprocessParameters, sizes: ReadingSizes) -> Ge
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{value!r} is not a size in pixels", key=f"{_PREPROCESS}.{name}", way_out="Give a whole number above 0."
+                f"{value!r} is not a size in pixels",
+                key=f"{_PREPROCESS}.{name}",
+                way_out="Give a whole number above 0.",
             )
         values.append(value)
     return GenerationSize(sizes.latent_side, *values)

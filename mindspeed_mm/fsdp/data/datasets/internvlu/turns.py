@@ -28,8 +28,8 @@ SYSTEM: dict[Task, str] = {
     "draw": _NAME
     + "请通过详细描述图像中物体和背景的颜色、形状、大小、纹理、数量、文字内容以及空间位置关系等来对图像进行全面描述：",
     "edit": _NAME
-    + "请描述输入图像的关键特征（颜色、形状、大小、纹理、物体、背景等），然后解释用户的文本指令应该如何改变或修改图像，从而生成一个满足用户要求的新图像，"
-    "并适当保持与原始输入的一致性。：",
+    + "请描述输入图像的关键特征（颜色、形状、大小、纹理、物体、背景等），然后解释用户的文本指令应该如何改变或修改图像，"
+    "从而生成一个满足用户要求的新图像，并适当保持与原始输入的一致性。：",
 }
 """The published system prompt of each task; without words before a picture that is drawn, too."""
 _OF_PICTURES = "Generate an image based on reference images."
@@ -82,9 +82,9 @@ class ReadingSizes:
                 where=str(path),
                 way_out="Write the released folder anew with `mm-convert InternVLUConverter hf_to_mm`.",
             )
-        scales = (head.get(f"{name}_position_scale_factor", 1.0) for name in ("video", "vlm_cond"))
+        scale, seen_scale = (head.get(f"{name}_position_scale_factor", 1.0) for name in ("video", "vlm_cond"))
         told = values.get("processor_config") or {}
-        return cls(pixels, int(pixels // patch * ratio), square * latent, *map(float, scales), told)
+        return cls(pixels, int(pixels // patch * ratio), square * latent, float(scale), float(seen_scale), told)
 
 
 def _side(size: Any) -> Any:
