@@ -40,7 +40,7 @@ _TIMESTEPS = 1000
 
 
 @dataclass
-class Question:
+class PictureQuestion:
     """What is asked, so far."""
 
     pictures: list[Image.Image] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptStates:
     """One of the three that guidance asks."""
 
     states: torch.Tensor
@@ -83,20 +83,20 @@ class InternVLUSampler:
         weight = model.get_input_embeddings().weight
         self._device, self._exact = weight.device, torch.promote_types(weight.dtype, torch.float32)
 
-    def start(self) -> Question:
-        """An empty question."""
-        return Question()
+    def start(self) -> PictureQuestion:
+        """A question without pictures and words, to go on with."""
+        return PictureQuestion()
 
-    def add_picture(self, context: Question, picture: Image.Image, *, given: bool) -> tuple[int, int]:
+    def add_picture(self, context: PictureQuestion, picture: Image.Image, *, given: bool) -> tuple[int, int]:
         """Go on with a picture, in front of the words. Returns its height and width as one that has latents."""
         context.pictures.append(picture)
         return self._size(picture.height, picture.width)
 
-    def add_text(self, context: Question, text: str) -> None:
+    def add_text(self, context: PictureQuestion, text: str) -> None:
         """Go on with the words."""
         context.text += text
 
-    def answer(self, context: Question, words: Words) -> tuple[str, bool]:
+    def answer(self, context: PictureQuestion, words: Words) -> tuple[str, bool]:
         """What the model says, and whether it came to an end."""
         from transformers import DynamicCache
 
@@ -118,7 +118,7 @@ class InternVLUSampler:
             inputs = {"input_ids": torch.tensor([[token]], device=self._device)}
         return str(self._tokenizer.decode(said)), False
 
-    def draw(self, context: Question, drawing: Drawing) -> torch.Tensor:
+    def draw(self, context: PictureQuestion, drawing: Drawing) -> torch.Tensor:
         """A picture (3, height, width) uint8.
 
         Raises:
@@ -142,7 +142,7 @@ class InternVLUSampler:
             noisy = scheduler.step(velocity, timestep, noisy, return_dict=False)[0]
         return self._vae.decode(unpatchified(noisy, rows, columns, config.latent_patch_size))
 
-    def _prompts(self, context: Question, size: tuple[int, int]) -> list[Prompt]:
+    def _prompts(self, context: PictureQuestion, size: tuple[int, int]) -> list[PromptStates]:
         pixels = [opened(picture, self._size) for picture in context.pictures]
         given = [self._vae.encode(each, None).to(self._exact) for each in pixels]
         blank = torch.zeros(3, *size, dtype=torch.uint8)
@@ -158,7 +158,7 @@ class InternVLUSampler:
             states = self._model.read_states(**self._inputs(row, context.pictures[:seen]))
             told = read_states(row, [*pixels[:seen], blank], self._sizes)
             is_read = torch.tensor(row.reads, dtype=torch.bool, device=self._device)
-            prompts.append(Prompt(states[is_read], told["state_positions"], given[:seen]))
+            prompts.append(PromptStates(states[is_read], told["state_positions"], given[:seen]))
         return prompts
 
     def _inputs(self, row: TurnRow, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -169,7 +169,7 @@ class InternVLUSampler:
             inputs["pixel_values"] = seen_pixels(self._sizes, pictures).to(self._device, self._model.dtype)
         return inputs
 
-    def _velocity(self, prompt: Prompt, noisy: torch.Tensor, grid: tuple[int, int], time: float) -> torch.Tensor:
+    def _velocity(self, prompt: PromptStates, noisy: torch.Tensor, grid: tuple[int, int], time: float) -> torch.Tensor:
         """(M, p² · C) on the host."""
         side = self._model.config.latent_patch_size
         grids = [grid, *[(each.shape[1] // side, each.shape[2] // side) for each in prompt.given]]

@@ -22,11 +22,11 @@ class OneFramePosterior:
     deviation: torch.Tensor
 
     def mode(self) -> torch.Tensor:
-        """The likeliest latents."""
+        """The likeliest latents, which are the mean."""
         return self.mean
 
     def sample(self, generator: torch.Generator) -> torch.Tensor:
-        """Latents that chance draws."""
+        """Latents that chance draws, on the host whatever the device is."""
         noise = torch.randn(self.mean.shape, generator=generator, dtype=self.mean.dtype)
         return self.mean + self.deviation * noise.to(self.mean.device)
 

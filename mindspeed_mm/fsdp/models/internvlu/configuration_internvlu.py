@@ -10,10 +10,8 @@ from transformers.models.internvl.configuration_internvl import InternVLVisionCo
 
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import FLUX_LATENTS
 
-SPECIAL_TOKENS = (
-    "</box>", "<box>", "<IMG_CONTEXT>", "</img>", "<img>", "</quad>", "<quad>", "</ref>", "<ref>", "<img_uncond>",
-)  # fmt: skip
-"""Tokens that have an embedding of their own beside the language model's, in the order of that table."""
+_OWN_TOKENS = 10
+"""Tokens that have an embedding of their own beside the language model's: those of pictures, boxes and references."""
 _TOWER = {"qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm"}
 """Released name of a setting of the tower → name in transformers, where they differ."""
 _KNOWN = {"ps_version": "v2", "select_layer": -1, "anyres_image_size": False}
@@ -32,7 +30,8 @@ class InternVLUConfig(PreTrainedConfig):
         vision_config: Of the tower, by released names or by those of transformers.
         generation_decoder_config: `config.json` of the release's folder `generation_decoder`.
         processor_config: `processor_config.json` of its folder `processor`: how pictures are prepared.
-        special_token_ids: Numbers of `SPECIAL_TOKENS` in the tokenizer.
+        special_token_ids: Numbers in the tokenizer of the tokens that have an embedding of their own, in the order of
+            that table, as the converter of the released folder writes them.
         vae_config: `z_channels` of a latent, `downsample` pixels along a side of one.
         downsample_ratio: Features along a side of the tower's that become one.
         kwargs: What every configuration has, and further settings of the release's folder `vlm`.
@@ -65,9 +64,9 @@ class InternVLUConfig(PreTrainedConfig):
         self.generation_decoder_config = head | {"decoder_config": _DECODER | dict(head.get("decoder_config") or {})}
         self.processor_config, self.downsample_ratio = dict(processor_config or {}), float(downsample_ratio)
         self.vae_config = FLUX_LATENTS | dict(vae_config or {})
-        self.special_token_ids = list(special_token_ids or range(len(SPECIAL_TOKENS)))
-        if len(self.special_token_ids) != len(SPECIAL_TOKENS):
-            raise ValueError(f"special_token_ids has {len(self.special_token_ids)} of {len(SPECIAL_TOKENS)} numbers")
+        self.special_token_ids = list(special_token_ids or range(_OWN_TOKENS))
+        if len(self.special_token_ids) != _OWN_TOKENS:
+            raise ValueError(f"special_token_ids has {len(self.special_token_ids)} of {_OWN_TOKENS} numbers")
         self._check_widths()
         kwargs["tie_word_embeddings"] = False
         super().__init__(**kwargs)

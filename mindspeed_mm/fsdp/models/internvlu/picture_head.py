@@ -55,7 +55,7 @@ class JointLayout:
         return [torch.cat(pair, dim=2) for pair in zip(own, others, strict=True)]
 
     def joined(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `of_samples`."""
+        """The inverse of `of_samples`: latents of all samples, then states of all."""
         own, others = [], []
         for piece, latents in zip(pieces, self.latents, strict=True):
             own.append(piece[:, :, :latents])

@@ -46,8 +46,8 @@ _PATCH = 8
 """Pixels that `image_gen_processor_kwargs` count areas in."""
 
 
-class Told(NamedTuple):
-    """A conversation, taken apart."""
+class TurnsTold(NamedTuple):
+    """A conversation, taken apart into what its tokens are made of."""
 
     system: str | None
     turns: list[tuple[str, list[str | None], float]]
@@ -112,7 +112,7 @@ class InternVLUDataset(BagelDataset):
             return "all"
         return "text" if drawn < sum(self._shares) else ""
 
-    def _encoded(self, told: Told, left: Left) -> tuple[TurnRow, int]:
+    def _encoded(self, told: TurnsTold, left: Left) -> tuple[TurnRow, int]:
         """Tokens, and how many pictures are seen."""
         draws = told.drawn is not None
         task: Task = "answer" if not draws else "edit" if told.pictures else "draw"
@@ -128,7 +128,7 @@ class InternVLUDataset(BagelDataset):
                 self._turns.answer(row, "".join(filter(None, pieces)), weight)
         return row, seen
 
-    def _arrays(self, row: TurnRow, told: Told, seen: int, seed: int) -> dict[str, Any]:
+    def _arrays(self, row: TurnRow, told: TurnsTold, seen: int, seed: int) -> dict[str, Any]:
         """Under the names of batch keys; keys of pictures only where there are some."""
         arrays: dict[str, Any] = dict(arrays_of(row))
         counts = np.array(row.counts, dtype=np.float32)
@@ -176,7 +176,7 @@ def read_states(row: TurnRow, pixels: list[torch.Tensor], sizes: ReadingSizes) -
     return {"state_positions": positions, "state_lengths": torch.tensor([len(positions)])}
 
 
-def taken_apart(sample: Sample, place: RowLocation) -> Told:
+def taken_apart(sample: Sample, place: RowLocation) -> TurnsTold:
     """A conversation as turns.
 
     Raises:
@@ -219,7 +219,7 @@ def taken_apart(sample: Sample, place: RowLocation) -> Told:
         if turns[-1][2] != 1:
             raise DataError(f"a turn with a picture counts {turns[-1][2]:g}, and drawn pictures count 0 or 1",
                             key="weight", way_out=REPAIR)  # fmt: skip
-    return Told(system, turns, pictures, drawn)
+    return TurnsTold(system, turns, pictures, drawn)
 
 
 def _refused(what: str, place: RowLocation) -> DataError:

@@ -133,7 +133,7 @@ class TurnRow:
     """1 where a token's state is read by what draws."""
 
     def add(self, ids: Sequence[int], *, weight: float = 0.0, kind: int = 0, is_read: bool = False) -> None:
-        """Go on with tokens."""
+        """Go on with tokens, all of one kind and weight."""
         self.ids += ids
         self.counts += [weight] * len(ids)
         self.kinds += [kind] * len(ids)
