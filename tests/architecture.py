@@ -43,7 +43,10 @@ KEPT_APART = {
         "fsdp.train.unified_family",
     ),
     "the converter of a family, by whose name the command line finds it": ("checkpoint.original.lumina",),
-    "a component that is loaded by its class's name in an index": ("fsdp.models.diffusion.identity_vae",),
+    "a component that is loaded by its class's name in an index": (
+        "fsdp.models.diffusion.identity_vae",
+        "fsdp.models.diffusion.one_frame_vae",
+    ),
     "one module a verb, by whose name the command line finds it": ("cli.train",),
     "the documents name both programs": ("inference_sora", "pretrain_sora"),
     "examples use it without the other one": ("quickstart.scans", "quickstart.tiny_model"),

@@ -76,6 +76,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
     "BagelConverter": (f"{_ORIGINAL}.bagel", "BAGEL: the released folder ↔ MindSpeed-MM's folder."),
     "MingConverter": (f"{_ORIGINAL}.ming", "Ming-Lite-Omni: the released folder ↔ what draws, in diffusers' layout."),
+    "InternVLUConverter": (f"{_ORIGINAL}.internvlu", "InternVL-U: the released folder ↔ one folder, which trains."),
 }
 """Name → (module, help line)."""
 PLANNED = (

@@ -71,6 +71,8 @@ BATCH_KEYS: dict[str, str] = {
     "picture_sizes": "(N_pictures, 2) int64 height and width of each of them",
     "picture_is_drawn": "(N_pictures,) bool, whether the model draws it; otherwise it is given",
     "picture_seeds": "(N_pictures,) int64, what noise and noise level of a picture are drawn with",
+    "state_positions": "(S, 3) float32 frame, row and column of each state that a picture is drawn from (InternVL-U)",
+    "state_lengths": "(K,) int64 how many states they are of each sample that draws (InternVL-U)",
     "latent_tokens": "(M, C · p²) latents with their noise, in order of place; added by the loss, as the next ones",
     "latent_times": "(M,) their noise levels, 0 where a picture is given",
     "latent_positions": "(M,) int64 their places in the table of places",

@@ -90,8 +90,10 @@ UNIFIED = ModelKind(
 )
 """Models that answer in words and draw pictures by denoising, in one sequence."""
 KINDS = (LANGUAGE, GENERATOR, UNIFIED)
-UNIFIED_TYPES = frozenset({"bagel"})
+UNIFIED_TYPES = frozenset({"bagel", "internvlu"})
 """`model_type` in the config.json of their folders."""
+PIPELINES_OF_UNIFIED = {"InternVLUPipeline": "InternVLUConverter"}
+"""Class that the index of a released folder names whose model answers and draws → what writes it as one folder."""
 
 EXPERT_PARTS = ("transformer", "transformer_2")
 """The folders of a generator's two transformers, of much noise and of little, where it has two."""

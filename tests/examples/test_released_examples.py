@@ -17,6 +17,7 @@ from tests.helpers.released_rows import ROWS, write_rows
 from tests.helpers.runs import mm
 from tests.helpers.tiny_bagel import SIZES, make_tiny_bagel
 from tests.helpers.tiny_bagel import write_rows as write_rows_of_parts
+from tests.helpers.tiny_internvlu import run_of
 from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
 EXAMPLES = examples()
@@ -55,7 +56,7 @@ ON_SMALL_FOLDERS = {
 PACKED_TOKENS = 512
 
 
-@pytest.mark.parametrize("name", [*ON_SMALL_FOLDERS, "JanusPro/", "bagel/"])
+@pytest.mark.parametrize("name", [*ON_SMALL_FOLDERS, "JanusPro/", "bagel/", "internvlu/"])
 def test_a_file_holds_on_a_small_folder(name: str, tmp_path: Path) -> None:
     """The whole check of `mm check`, on as many ranks as small experts can be divided among; the rows are short, and a
     packed one takes as few of them."""
@@ -68,6 +69,8 @@ def test_a_file_holds_on_a_small_folder(name: str, tmp_path: Path) -> None:
         make_tiny_bagel(tmp_path / "model")
         sizes = [f"data.dataset_param.preprocess_parameters.{key}={value}" for key, value in SIZES.items()]
         rows = write_rows_of_parts(tmp_path / "rows")
+    elif name == "internvlu/":
+        rows = run_of(tmp_path).parent / "rows" / "rows.jsonl"
     else:
         row = ROWS[ON_SMALL_FOLDERS[name]]
         row.write(tmp_path / "model")

@@ -90,6 +90,10 @@ def tiny(card: ModelCard, folder: Path) -> list[str]:
         model.mkdir(parents=True)
         make_tiny_bagel(model)
         rows, words = write_rows_of_parts(folder / "rows"), []
+    elif card.name == "internvlu":
+        from tests.helpers.tiny_internvlu import run_of as run_of_internvlu
+
+        words, rows = [], run_of_internvlu(folder).parent / "rows" / "rows.jsonl"
     elif card.name == "janus_pro":
         from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 

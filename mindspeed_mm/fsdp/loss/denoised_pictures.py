@@ -29,8 +29,8 @@ from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
-Encode = Callable[[torch.Tensor, int], torch.Tensor]
-"""(pixels (3, H, W) uint8, seed of a draw) → latents (C, h, w)."""
+Encode = Callable[[torch.Tensor, int | None], torch.Tensor]
+"""(pixels (3, H, W) uint8, seed of a draw; None: the likeliest) → latents (C, h, w)."""
 TEXT_WEIGHT, PICTURE_WEIGHT = 0.25, 1.0
 """a and b of the published recipe."""
 _ONLY_NULL = ("sigma_range", "prior_loss_weight")
@@ -40,9 +40,14 @@ class DenoisedSizes(Protocol):
     """What the configuration of such a model tells of its latents."""
 
     latent_patch_size: int
-    max_latent_size: int
     latent_features: int
     timestep_shift: float
+
+
+def stand_beside_words(sizes: object) -> bool:
+    """Whether latents are no tokens of the rows: the model reads them by a transformer of their own, which gives every
+    token its place itself. Pictures that are given are the likeliest latents then, as when the model is asked."""
+    return bool(attribute_at(sizes, "latents_beside_words", False))
 
 
 class WithDenoisedPictures:
@@ -86,9 +91,10 @@ class WithDenoisedPictures:
         if "picture_sizes" not in batch:
             return prepared
         pictures = zip(_pictures_of(batch), batch["picture_is_drawn"].tolist(), batch["picture_seeds"], strict=True)
-        tokens, times, positions, is_drawn, targets = [], [], [], [], []
+        tokens, times, grids, is_drawn, targets = [], [], [], [], []
         for pixels, drawn, seed in pictures:
-            latents_mC, grid = self._tokens_of(pixels, int(seed))
+            is_likeliest = not drawn and stand_beside_words(self._sizes)
+            latents_mC, grid = self._tokens_of(pixels, None if is_likeliest else derive_seed(int(seed), "posterior"))
             time = self._time(int(seed)) if drawn else 0.0
             if drawn:
                 noise_mC = noise_of(derive_seed(int(seed), "noise"), latents_mC.shape).to(self._exact_dtype)
@@ -97,22 +103,32 @@ class WithDenoisedPictures:
             tokens.append(latents_mC)
             times.append(torch.full((len(latents_mC),), time, dtype=self._exact_dtype))
             is_drawn.append(torch.full((len(latents_mC),), drawn))
-            positions.append(places_of(*grid, self._sizes.max_latent_size))
+            grids.append(grid)
+        prepared = prepared | {
+            "latent_tokens": torch.cat(tokens),
+            "latent_times": torch.cat(times),
+            "_velocities": torch.cat(targets) if targets else tokens[0].new_zeros(0, self._sizes.latent_features),
+        }
+        return (
+            prepared if stand_beside_words(self._sizes) else prepared | self._places(batch, grids, torch.cat(is_drawn))
+        )
+
+    def _places(
+        self, batch: Batch, grids: Sequence[tuple[int, int]], is_drawn_M: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Where the latents of a batch stand in its rows, and in the model's table."""
         places_M = (batch["token_kinds"] == LATENT).flatten().nonzero().squeeze(1)
-        is_drawn_M = torch.cat(is_drawn)
         if len(places_M) != len(is_drawn_M):
             raise DataError(
                 f"{len(places_M)} tokens stand for pictures that have {len(is_drawn_M)} latents",
                 key="token_kinds",
                 way_out="Let the data set give as many places as a picture has latents.",
             )
-        return prepared | {
-            "latent_tokens": torch.cat(tokens),
-            "latent_times": torch.cat(times),
-            "latent_positions": torch.cat(positions),
+        most: int = attribute_at(self._sizes, "max_latent_size")
+        return {
+            "latent_positions": torch.cat([places_of(*grid, most) for grid in grids]),
             "latent_places": places_M,
             "drawn_places": places_M[is_drawn_M],
-            "_velocities": torch.cat(targets) if targets else tokens[0].new_zeros(0, self._sizes.latent_features),
         }
 
     def tokens(self, batch: Batch) -> BatchTokens:
@@ -147,14 +163,14 @@ class WithDenoisedPictures:
             "pictures"
         )
 
-    def _tokens_of(self, pixels: torch.Tensor, seed: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    def _tokens_of(self, pixels: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, tuple[int, int]]:
         """Latents of a picture as tokens, and how many stand along its height and its width."""
         side = self._sizes.latent_patch_size
         if self._encode is None:
             pixels_a_side = attribute_at(self._sizes, "latent_side")
             grid = (pixels.shape[1] // pixels_a_side, pixels.shape[2] // pixels_a_side)
             return torch.zeros(grid[0] * grid[1], self._sizes.latent_features, dtype=self._exact_dtype), grid
-        latents = self._encode(pixels, derive_seed(seed, "posterior")).to(self._exact_dtype)
+        latents = self._encode(pixels, seed).to(self._exact_dtype)
         return patchified(latents, side), (latents.shape[1] // side, latents.shape[2] // side)
 
     def _time(self, seed: int) -> float:

@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.utils.device import copied_to
 _VALUES = "_mm_host_values"
 _KEYS = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "image_grid_thw", "video_grid_thw"),
-    "speaker_frames",
+    *("speaker_frames", "state_lengths", "picture_sizes", "picture_is_drawn"),
     *("images_spatial_crop", "num_local_patches", "patches_grid"),
 )
 

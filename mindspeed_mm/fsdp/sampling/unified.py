@@ -21,13 +21,14 @@ from PIL import Image
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import marks_of
+from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import marks_of, size_rules
 from mindspeed_mm.fsdp.data.datasets.bagel.parts import SizeRule, resized
 from mindspeed_mm.fsdp.loss.denoising import noise_of, shift_sigma
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of, unpatchified
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import PictureVAE
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
 
@@ -83,6 +84,8 @@ class UnifiedSampler:
         seen_size: How large a picture is that it sees.
         latent_size: How large one is that has latents.
     """
+
+    defaults = Drawing()
 
     def __init__(
         self, model: Any, tokenizer: Any, vae: PictureVAE, folder: Path, seen_size: SizeRule, latent_size: SizeRule
@@ -215,24 +218,39 @@ class UnifiedSampler:
         return self._model.go_on(embeds, positions, none, past, keeps=True, is_text=True)  # type: ignore[no-any-return]
 
 
-def load_unified(folder: Path, seen_size: SizeRule, latent_size: SizeRule, device: torch.device) -> UnifiedSampler:
-    """The model of a folder, in the type that its weights are stored in.
+def load_unified(folder: Path, preprocess: PreprocessParameters, device: torch.device) -> UnifiedSampler:
+    """The model of a folder of BAGEL, in the type that its weights are stored in.
 
     Args:
         folder: As released, or as exported.
-        seen_size: As of `UnifiedSampler`.
-        latent_size: As of `UnifiedSampler`.
+        preprocess: How large pictures are.
         device: Where it runs.
+
+    Raises:
+        ModelFolderError: Weights, configuration, tokenizer or VAE are missing or broken.
+        ConfigError: A size is none, or larger than the model has places for.
+    """
+    seen_size, latent_size = size_rules(preprocess, folder)
+    model, tokenizer, vae = load_parts(folder, _HEAD, device)
+    return UnifiedSampler(model, tokenizer, vae, folder, seen_size, latent_size)
+
+
+def load_parts(folder: Path, head: str, device: torch.device) -> tuple[Any, Any, PictureVAE]:
+    """A model that answers and draws, its tokenizer and its VAE.
+
+    Args:
+        folder: Of the model.
+        head: The tensor by whose type weights are held.
+        device: Where they run.
 
     Raises:
         ModelFolderError: Weights, configuration, tokenizer or VAE are missing or broken.
     """
     section = ModelArguments(model_name_or_path=str(folder))
-    dtype = find_entries(folder)[_HEAD].dtype
+    dtype = find_entries(folder)[head].dtype
     model: Any = ModelHub.build(section, param_dtype=dtype).requires_grad_(requires_grad=False).to(dtype)
     ModelHub.load_weights(model, section, seed=0, device=device)
     sizes = model.config.vae_config
     exact = torch.promote_types(dtype, torch.float32)
     vae = PictureVAE(folder, sizes["z_channels"], sizes["downsample"], device, exact)
-    tokenizer = load_processor(str(folder))
-    return UnifiedSampler(model.eval(), tokenizer, vae, folder, seen_size, latent_size)
+    return model.eval(), load_processor(str(folder)), vae

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.loss.denoised_pictures import WithDenoisedPictures
+from mindspeed_mm.fsdp.loss.denoised_pictures import Encode, WithDenoisedPictures
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.language_objective import build_language_objective
 from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy
@@ -62,9 +61,7 @@ class UnifiedFamily(LanguageFamily):
         words = build_language_objective(self.arguments, outline.model, head, lambda: ())
         return self._both(words, outline.model.config, None)
 
-    def _both(
-        self, words: Objective, config: Any, encode: Callable[[torch.Tensor, int], torch.Tensor] | None
-    ) -> Objective:
+    def _both(self, words: Objective, config: Any, encode: Encode | None) -> Objective:
         assert isinstance(words, TokenCrossEntropy)  # `check_unified_loss`
         loss_cfg, diffusion = self.arguments.features.loss_cfg, self.arguments.training.diffusion
         return WithDenoisedPictures(words, config, loss_cfg, diffusion, encode, self._exact_dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageOps
@@ -11,12 +12,12 @@ from PIL import Image, ImageOps
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_medium_file
-from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.sampling.unified import Context, Drawing, UnifiedSampler, Words, load_unified
+from mindspeed_mm.fsdp.sampling.unified import Drawing, Words, load_unified
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.media_files import image_bytes
+from mindspeed_mm.fsdp.utils.own_families import model_type_of
 from mindspeed_mm.tasks.model_source import resolve_model, run_arguments
 from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.shared import height_and_width
@@ -65,13 +66,15 @@ def draw(request: InferRequest) -> DrawnInParts:
         sampler, context, size = _asked(request, draws=True)
         if request.size is not None:
             size = height_and_width(request.size, "--size")
-        height, width = size or (Drawing.height, Drawing.width)
-        drawing = Drawing(
-            height,
-            width,
-            steps=request.num_inference_steps or Drawing.steps,
-            text_guidance=_or(request.guidance_scale, Drawing.text_guidance),
-            picture_guidance=_or(request.picture_guidance, Drawing.picture_guidance),
+        usual: Drawing = sampler.defaults
+        height, width = size or (usual.height, usual.width)
+        drawing = replace(
+            usual,
+            height=height,
+            width=width,
+            steps=request.num_inference_steps or usual.steps,
+            text_guidance=_or(request.guidance_scale, usual.text_guidance),
+            picture_guidance=_or(request.picture_guidance, usual.picture_guidance),
             seed=request.seed or 0,
         )
         pixels = sampler.draw(context, drawing).permute(1, 2, 0).numpy()
@@ -84,16 +87,24 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _asked(request: InferRequest, *, draws: bool) -> tuple[UnifiedSampler, Context, tuple[int, int] | None]:
+def _asked(request: InferRequest, *, draws: bool) -> tuple[Any, Any, tuple[int, int] | None]:
     """The model and the sequence up to its answer; with pictures the size of the last one."""
     source = resolve_model(request.model)
-    seen, latent = size_rules(_sizes(request, source.run), source.folder)
-    sampler = load_unified(source.folder, seen, latent, current_device())
+    sampler = _sampler(source.folder, _sizes(request, source.run))
     context, size = sampler.start(), None
     for path in request.images:
         size = sampler.add_picture(context, _opened(path), given=draws)
     sampler.add_text(context, request.prompt)
     return sampler, context, size
+
+
+def _sampler(folder: Path, preprocess: PreprocessParameters) -> Any:
+    """What answers and draws with the model of a folder."""
+    if model_type_of(folder) == "internvlu":
+        from mindspeed_mm.fsdp.sampling.internvlu import load_internvlu
+
+        return load_internvlu(folder, preprocess, current_device())
+    return load_unified(folder, preprocess, current_device())
 
 
 def _sizes(request: InferRequest, run: Path | None) -> PreprocessParameters:

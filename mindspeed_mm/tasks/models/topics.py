@@ -492,7 +492,6 @@ ANY_MODEL: tuple[Topic, ...] = (
 
 PLANNED = {
     "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
-    "internvlu": "InternVL-U, understanding and drawing by one model",
     "longcat_next": "LongCat-Next, pictures, sound and text",
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",

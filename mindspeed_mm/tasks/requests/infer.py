@@ -83,7 +83,9 @@ class InferRequest(Request):
         "What is said in --audio, the recording of a voice that --speak copies.", only=LANGUAGE
     )
     instructions: str | None = option("How --speak is to sound, in words, for models that follow them.", only=LANGUAGE)
-    draw: Path | None = option("Answer --prompt with a picture, in this PNG file (Janus-Pro, BAGEL).", only=LANGUAGE)
+    draw: Path | None = option(
+        "Answer --prompt with a picture, in this PNG file (Janus-Pro, BAGEL, InternVL-U).", only=LANGUAGE
+    )
     prompts_file: Path | None = option(
         "File with one prompt per line, or JSON lines.", flag="--prompts", only=GENERATOR
     )
@@ -96,11 +98,11 @@ class InferRequest(Request):
     )
     guidance_scale: float | None = option(
         "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps; with --draw 5, "
-        "of BAGEL 4.",
+        "of BAGEL 4, of InternVL-U 4.5.",
         least=0,
     )
     picture_guidance: float | None = option(
-        "Guidance scale of the pictures in the prompt of --draw; 1 switches it off. Default: 1.5.",
+        "Guidance scale of the pictures in the prompt of --draw; 1 switches it off. Default: 1.5, of InternVL-U 2.",
         least=0,
         only=UNIFIED,
     )

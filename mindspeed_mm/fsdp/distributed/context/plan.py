@@ -74,14 +74,15 @@ KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 
 def find_decoder(model: nn.Module) -> nn.Module:
     """The module that takes token embeddings through the layers. A model whose code predictor goes on from the state in
-    front of each frame of speech (`code_loss_factor`), that has places of codes (`code_heads`), or whose pictures say
-    what their own labels are (`tells_pictures`, `draws_pictures`), has none that other ranks could take a part of.
+    front of each frame of speech (`code_loss_factor`), that has places of codes (`code_heads`), whose pictures say what
+    their own labels are (`tells_pictures`, `draws_pictures`), or whose states of whole samples go on into what draws
+    (`draws_from_states`), has none that other ranks could take a part of.
 
     Raises:
         ConfigError: The model does not name one, or its attention is not behind transformers' interface.
     """
     decoder = decoder_of(model)
-    joining = ("code_loss_factor", "code_heads", "tells_pictures", "draws_pictures")
+    joining = ("code_loss_factor", "code_heads", "tells_pictures", "draws_pictures", "draws_from_states")
     is_joined = any(attribute_at(model, name, False) for name in joining)
     if decoder is not None and attribute_at(decoder, "_supports_attention_backend", False) and not is_joined:
         return decoder

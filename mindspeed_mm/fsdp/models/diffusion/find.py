@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX, PIPELINES_OF_UNIFIED
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
@@ -48,6 +48,14 @@ def find_adapter(
             way_out=(known if _is_adapter(known) else DiffusionAdapter).layout_way_out,
         )
     index = read_json(path / GENERATOR_INDEX)
+    if (converter := PIPELINES_OF_UNIFIED.get(str(index.get("_class_name")))) is not None:
+        raise ModelFolderError(
+            f"holds the parts of a {index['_class_name']}, which answers and draws, in folders of their own",
+            where=str(path),
+            key="model.model_name_or_path",
+            way_out=f"Write them as one folder: mm-convert {converter} hf_to_mm --cfg.source_path {path} "
+            "--cfg.target_path FOLDER.",
+        )
     if model_id is None:
         model_id = _id_of(path, index)
     entry = model_register.get(model_id)

@@ -1,6 +1,7 @@
 """The frozen VAE that lies in the folder of a model which answers and draws: pictures of any size to latents and back.
 
-It is `ae.safetensors` in FLUX's layout, as BAGEL was released, or a folder `vae` in diffusers' layout.
+It is `ae.safetensors` in FLUX's layout, as BAGEL was released, or a folder `vae` in diffusers' layout: FLUX's VAE, or
+Qwen-Image's, whose latents are brought to mean 0 and variance 1 channel by channel.
 """
 
 from __future__ import annotations
@@ -55,16 +56,18 @@ class PictureVAE:
             )
 
     @torch.no_grad()
-    def encode(self, pixels: torch.Tensor, seed: int) -> torch.Tensor:
+    def encode(self, pixels: torch.Tensor, seed: int | None) -> torch.Tensor:
         """Normalised latents (C, h, w) on the host, drawn from the posterior as the published training does.
 
         Args:
             pixels: (3, H, W) uint8.
-            seed: Of the draw.
+            seed: Of the draw; None: the likeliest.
         """
         picture = pixels.to(self._device, self._dtype)[None] / 127.5 - 1
-        draw = torch.Generator().manual_seed(seed % 2**63)
         posterior = self._vae.encode(picture).latent_dist
+        if seed is None:
+            return scaled(self._vae, posterior.mode())[0].cpu()
+        draw = torch.Generator().manual_seed(seed % 2**63)
         return scaled(self._vae, posterior.sample(generator=draw))[0].cpu()
 
     @torch.no_grad()
@@ -111,8 +114,11 @@ def load_vae(folder: Path) -> Any:
         from diffusers import AutoencoderKL
 
         from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE
+        from mindspeed_mm.fsdp.models.diffusion.one_frame_vae import OneFrameVAE
 
         name = read_json_object(inside / "config.json", ModelFolderError).get("_class_name")
+        if name == OneFrameVAE.wraps:
+            return OneFrameVAE.from_folder(inside)
         kind: Any = IdentityVAE if name == IdentityVAE.__name__ else AutoencoderKL
         return kind.from_pretrained(inside, local_files_only=True)
     file = folder / VAE_FILE

@@ -14,7 +14,6 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.core.model_kinds import UNIFIED
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.tools.flops_tool.media_lengths import side_of
@@ -118,8 +117,8 @@ def _seen(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
             way_out="Leave it out.",
         )
     patch, merge = side_of(vision, "patch_size"), side_of(vision, "spatial_merge_size", "merge_kernel_size")
-    if facts_of(model).kind is UNIFIED:
-        merge = 1  # pictures of any size, a token for each patch
+    if setting_of(model.config, int, "vit_max_num_patch_per_side") is not None:
+        merge = 1  # BAGEL's pictures of any size, a token for each patch
     if patch is not None and merge is not None:
         height, width = (_squares(side, patch * merge) * merge for side in _sides(sample))
         times = -(-sample.frames // (side_of(vision, "temporal_patch_size") or 1))  # rounded up

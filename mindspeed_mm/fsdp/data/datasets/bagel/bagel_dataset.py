@@ -100,10 +100,19 @@ class BagelDataset(MMDataset):
         self.parts = self._rows.parts
         self.row_numbers = self._rows.row_numbers
         self.processor: Any = load_processor(str(self.folder))
+        self.draw_seed, self._notes = 0, NotesReported()
+        self.read_settings(basic_param, preprocess_param)
+
+    def read_settings(self, basic_param: BasicParameters, preprocess_param: PreprocessParameters) -> None:
+        """Take what depends on the model: marks around parts, sizes of pictures, shares that are left out. Arguments as
+        of the class."""
         self._marks = marks_of(self.processor, self.folder)
         self._seen_size, self._latent_size = size_rules(preprocess_param, self.folder)
-        self._dropout = {kind: _share(basic_param, *told) for kind, told in _DROPOUT.items()}
-        self._seed, self._notes = 0, NotesReported()
+        self._dropout = {kind: share_of(basic_param, *told) for kind, told in _DROPOUT.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """What of it shapes samples, for a run that is resumed."""
+        return {"dropout": self._dropout, "sizes": repr((self._seen_size, self._latent_size))}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,12 +129,12 @@ class BagelDataset(MMDataset):
             DataError: The row does not fit, or a picture cannot be read.
             TooLongError: It has more tokens than `cutoff_len`.
         """
-        place, seed = self.place(index), derive_seed(self._seed, epoch, index)
+        place, seed = self.place(index), derive_seed(self.draw_seed, epoch, index)
         chance = random.Random(seed)
         row = TokenRow(self._marks, seed)
         parts = self._parts_of(index, chance)
         pictures = sum(part.kind == "seen" for part in parts)
-        with told_as(partial(_at, place)):
+        with told_as(partial(at_row, place)):
             for part in parts:
                 self._add(row, part, pictures, leaves_out=part.may_drop and chance.random() < self._dropout[part.kind])
         arrays = row.arrays()
@@ -133,7 +142,7 @@ class BagelDataset(MMDataset):
             raise NothingTrainedError(
                 "no word of an answer is trained and nothing is drawn", where=str(place), way_out="Drop the row."
             )
-        self._check_length(len(row.ids), place)
+        self.check_length(len(row.ids), place)
         return {"sample_id": str(place), "media": [], "shrunk": False, **arrays}  # type: ignore[typeddict-item]
 
     def measure(self, index: int) -> SampleSize:
@@ -145,13 +154,13 @@ class BagelDataset(MMDataset):
             if part.kind == "text":
                 tokens += len(self._ids_of(part.content)) + 2
                 continue
-            with told_as(partial(_at, self.place(index))):
+            with told_as(partial(at_row, self.place(index))):
                 header: Any = self.media.probe("image", part.content)
             rule = self._seen_size if part.kind == "seen" else self._latent_size
             own = _tokens(rule(header.height, header.width, pictures if part.kind == "seen" else 1), rule.stride)
             tokens += own + 2
             patches += own if part.kind == "seen" else 0
-        self._check_length(tokens, self.place(index))
+        self.check_length(tokens, self.place(index))
         return SampleSize(tokens, patches)
 
     @override
@@ -165,7 +174,7 @@ class BagelDataset(MMDataset):
 
     def draw_captions(self, seed: int) -> None:
         """Draw with this seed, `training.seed`, from now on."""
-        self._seed = seed
+        self.draw_seed = seed
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Rows padded to the right, or one packed row, in which samples do not see each other."""
@@ -175,11 +184,7 @@ class BagelDataset(MMDataset):
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files, and what shapes samples."""
         files = self._rows.facts()
-        settings = {
-            "cutoff_len": self.basic_parameters.cutoff_len,
-            "dropout": self._dropout,
-            "sizes": repr((self._seen_size, self._latent_size)),
-        }
+        settings = {"cutoff_len": self.basic_parameters.cutoff_len, **self.settings()}
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
 
@@ -194,14 +199,16 @@ class BagelDataset(MMDataset):
             )
         if "image_list" in row and "instruction_list" in row:
             return with_context(_edit(row, place, chance, self._ids_of))
-        sample = convert_row(row, self._rows.row_format(index), place, draws=True)
+        return _placed_parts(self.conversation(index))
+
+    def conversation(self, index: int) -> Sample:
+        """A row that is a conversation, converted; its pictures are looked up beside it."""
+        sample = convert_row(self.row(index), self._rows.row_format(index), self.place(index), draws=True)
         self._notes.report(sample)
         folder = self._rows.media_root(index)
         if folder is None and self.basic_parameters.dataset_dir is None:
             folder = self._rows.folder(index)
-        if folder is not None:
-            sample = with_media_beside(sample, str(folder.absolute()))
-        return _placed_parts(sample)
+        return sample if folder is None else with_media_beside(sample, str(folder.absolute()))
 
     def _add(self, row: TokenRow, part: RowPart, pictures: int, *, leaves_out: bool) -> None:
         if part.kind == "text":
@@ -234,7 +241,8 @@ class BagelDataset(MMDataset):
             beside, root = [*self._rows.folders, *beside], str(self._rows.folders[0])
         return MediaLoader(root, (*basic.media_roots, *beside), limits)
 
-    def _check_length(self, length: int, place: RowLocation) -> None:
+    def check_length(self, length: int, place: RowLocation) -> None:
+        """Raise `TooLongError` for a sample of more tokens than `cutoff_len`."""
         longest = self.basic_parameters.cutoff_len
         if length > longest:
             error = TooLongError(
@@ -309,7 +317,8 @@ def _size(preprocess: PreprocessParameters, name: str, most: int | None) -> int:
     return value
 
 
-def _share(basic: BasicParameters, name: str, default: float) -> float:
+def share_of(basic: BasicParameters, name: str, default: float) -> float:
+    """A share from 0 to 1. Raises `ConfigError` for anything else."""
     value = basic.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -333,7 +342,7 @@ def _check_settings(basic: BasicParameters) -> None:
 # --- rows of the published layouts ------------------------------------------------------------------------------------
 
 
-def _at(place: RowLocation, problem: Problem) -> Problem:
+def at_row(place: RowLocation, problem: Problem) -> Problem:
     """A problem of a picture, with the row that names it."""
     return replace(problem, where=problem.where or str(place))
 
