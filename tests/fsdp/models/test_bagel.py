@@ -278,6 +278,36 @@ def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
         compare_steps(whole_steps(str(run)), measured, 1e-8)
 
 
+SPREAD = {
+    "ulysses 2": (2, ["parallel.ulysses_parallel_size=2"]),
+    "ulysses 4, more ranks than key heads": (4, ["parallel.ulysses_parallel_size=4"]),
+    "ring 2": (2, ["parallel.ring_attention_size=2"]),
+    "ring 2 × ulysses 2": (4, ["parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"]),
+    "fsdp 2 × ulysses 2": (4, ["parallel.ulysses_parallel_size=2", "training.micro_batch_size=1"]),
+    "ulysses 2, recomputed": (2, ["parallel.ulysses_parallel_size=2", "features.recompute=true"]),
+}
+SPREAD_CASES = [pytest.param("ulysses 2", True, id="ulysses 2, packed")]
+SPREAD_CASES += [
+    pytest.param(plan, packs, marks=pytest.mark.slow)
+    for plan in SPREAD
+    for packs in (True, False)
+    if (plan, packs) != ("ulysses 2", True)
+]
+
+
+@pytest.mark.parametrize(("plan", "packs"), SPREAD_CASES)
+def test_spread_rows_equal_one_process(run: Path, plan: str, packs: bool) -> None:
+    """Loss terms, gradients and their norm; in the packed rows of the second step, a seen picture and drawn ones lie on
+    several ranks."""
+    ranks, words = SPREAD[plan]
+    packed = batch_of(built_rows(run), 2, 3, packs=True)
+    parts, kinds = packed["part_ids"][0], packed["token_kinds"][0]
+    cut = [len(parts) * number // 4 for number in (1, 2, 3)]
+    assert [(int(kinds[at]), bool(parts[at - 1] == parts[at])) for at in cut] == [(2, True), (1, True), (2, True)]
+    for measured in run_ranks(ranks, steps_of, str(run), words, packs, timeout_s=180):
+        compare_steps(whole_steps(str(run)), measured, 1e-8)
+
+
 # --- drawing and answering --------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     trained_of,
 )
 from mindspeed_mm.fsdp.tools.memory_model.unrolling import SimulatedRun, unrolled
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _ABOUT_SHAPES = re.compile(
@@ -342,18 +343,20 @@ class _Step:
 
     def _divided(self, plan: ParallelPlan) -> Callable[[str], bool]:
         """Which modules, by pattern, work on a share of a sequence: the decoder but for its embedding, what follows it,
-        and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences."""
+        and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences; an
+        output head may stand beside it."""
         context = plan.context
         if context is None or context.spreads_samples:
             return lambda module: True
         names = {module: pattern_of(name) for name, module in self._model.named_modules()}
         decoder = names[find_decoder(self._model)]
         embedding = names[self._model.get_input_embeddings()]  # type: ignore[operator]
+        head = names.get(attribute_at(self._model, "get_output_embeddings", lambda: None)())
         before = decoder.rpartition(".")[0]
         spread = tuple({pattern_of(block) for block in self._plan.blocks if is_inside(block, context.towers)})
 
         def is_divided(module: str) -> bool:
-            if module.startswith(decoder):
+            if module.startswith(decoder) or module == head:
                 return module != embedding
             leads_to_decoder = bool(before) and module.startswith(before)
             return not leads_to_decoder or module.startswith(spread)
