@@ -139,8 +139,8 @@ def _exchange_heads(
     def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape[2] == 0:  # more ranks than heads: an empty product keeps this one in the others' backward pass
             return q * k.sum() * v.sum()
-        flat = (each.flatten(0, 1)[None] for each in (q, k, v))
-        return attend(*flat, samples).view(*q.shape[:3], v.shape[-1])
+        query, key, value = (each.flatten(0, 1)[None] for each in (q, k, v))
+        return attend(query, key, value, samples).view(*q.shape[:3], v.shape[-1])
 
     return attend_to_whole(query, key, value, share.groups, share.layout, whole)
 
@@ -160,8 +160,8 @@ def _gather_keys(
             mask = samples.masks[number]
             assert mask is not None
             own = Samples([(0, segment.stop - segment.start)], [mask[segment.start - first : segment.stop - first]])
-            seen = (each[row : row + 1, first:last] for each in (keys, values))
-            outputs.append(attend(query[row : row + 1, slice(*segment.span)], *seen, own))
+            k, v = (each[row : row + 1, first:last] for each in (keys, values))
+            outputs.append(attend(query[row : row + 1, slice(*segment.span)], k, v, own))
     return torch.cat(outputs, dim=1).view(*query.shape)
 
 

@@ -55,6 +55,17 @@ class PictureVAE:
             )
 
     @torch.no_grad()
+    def posterior(self, pixels: torch.Tensor) -> torch.Tensor:
+        """(2, C, h, w) on the host: mean and standard deviation of a picture's normalised latents.
+
+        Args:
+            pixels: (3, H, W) uint8.
+        """
+        picture = pixels.to(self._device, self._dtype)[None] / 127.5 - 1
+        found = self._vae.encode(picture).latent_dist
+        mean, deviation = scaled(self._vae, found.mode()), found.std * self._vae.config.scaling_factor
+        return torch.cat([mean, deviation]).cpu()
+
     def encode(self, pixels: torch.Tensor, seed: int) -> torch.Tensor:
         """Normalised latents (C, h, w) on the host, drawn from the posterior as the published training does.
 
@@ -62,10 +73,7 @@ class PictureVAE:
             pixels: (3, H, W) uint8.
             seed: Of the draw.
         """
-        picture = pixels.to(self._device, self._dtype)[None] / 127.5 - 1
-        draw = torch.Generator().manual_seed(seed % 2**63)
-        posterior = self._vae.encode(picture).latent_dist
-        return scaled(self._vae, posterior.sample(generator=draw))[0].cpu()
+        return drawn_from(self.posterior(pixels), seed)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -73,6 +81,21 @@ class PictureVAE:
         raw_latents = unscaled(self._vae, latents.to(self._device, self._dtype)[None])
         pixels: torch.Tensor = self._vae.decode(raw_latents).sample[0]
         return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).to(torch.uint8).cpu()
+
+
+def drawn_from(posterior: torch.Tensor, seed: int) -> torch.Tensor:
+    """Latents (C, h, w) drawn from (2, C, h, w), see `PictureVAE.posterior`; in its type, fp32 at least."""
+    mean, deviation = posterior.to(torch.promote_types(posterior.dtype, torch.float32))
+    draw = torch.Generator().manual_seed(seed % 2**63)
+    return mean + deviation * torch.randn(1, *mean.shape, generator=draw, dtype=mean.dtype)[0]
+
+
+def vae_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that decide what its VAE gives; none where it has no VAE."""
+    inside = folder / DIFFUSERS_FOLDER
+    if (inside / "config.json").is_file():
+        return sorted([inside / "config.json", *inside.glob("*.safetensors"), *inside.glob("*.bin")])
+    return [folder / VAE_FILE] if (folder / VAE_FILE).is_file() else []
 
 
 def write_small_vae(folder: Path, channels: int, downsample: int) -> None:
@@ -117,12 +140,17 @@ def load_vae(folder: Path) -> Any:
         return kind.from_pretrained(inside, local_files_only=True)
     file = folder / VAE_FILE
     if not file.is_file():
-        raise ModelFolderError(
-            f"has no VAE: neither {VAE_FILE} nor {DIFFUSERS_FOLDER}/config.json",
-            where=str(folder),
-            way_out=f"Copy {VAE_FILE} of the released model there.",
-        )
+        raise without_vae(folder)
     return _from_flux(file)
+
+
+def without_vae(folder: Path) -> ModelFolderError:
+    """What is said of a model's folder that has no VAE."""
+    return ModelFolderError(
+        f"has no VAE: neither {VAE_FILE} nor {DIFFUSERS_FOLDER}/config.json",
+        where=str(folder),
+        way_out=f"Copy {VAE_FILE} of the released model there.",
+    )
 
 
 def _from_flux(file: Path) -> AutoencoderKL:
