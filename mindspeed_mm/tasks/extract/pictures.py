@@ -220,7 +220,7 @@ class PictureExtraction:
             task=TASK,
             geometry={"latent_channels": self._latents["z_channels"], "spatial_ratio": self._latents["downsample"]},
             model_folder=str(self._model_folder.absolute()),
-            components=measure_files(self._model_folder, {"vae": files}, before and before.components),
+            components=measure_files(self._model_folder, {"vae": files}, None if before is None else before.components),
             preprocessing={},
             dtype=self._options.dtype or "fp32",
             batch_size=None,

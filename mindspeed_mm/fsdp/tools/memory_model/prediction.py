@@ -99,6 +99,8 @@ class MemoryPrediction:
     stays from step to step, and to `resident`."""
     critic: int = 0
     """The same of a model that is trained beside, with its optimizer's state."""
+    vae: int = 0
+    """Of a frozen VAE that encodes pictures of rows while the model is trained, what lies on the device."""
     blocks: int = 0
     """Keys and values of finished blocks of frames, where a sample is drawn in blocks: kept until the backward pass."""
     misfit: str = ""
@@ -110,7 +112,8 @@ class MemoryPrediction:
     @property
     def peak(self) -> int:
         """Most bytes held at once."""
-        return self.device_static + self.reference + self.critic + self.blocks + sum(self.at_peak.values())
+        beside = self.reference + self.critic + self.vae + self.blocks
+        return self.device_static + beside + sum(self.at_peak.values())
 
     @property
     def parameters(self) -> int:
@@ -152,6 +155,7 @@ class MemoryPrediction:
                 "copy of the weights": self.static.average,
                 "frozen reference": self.reference,
                 "critic": self.critic,
+                "frozen VAE": self.vae,
                 "keys and values of blocks": self.blocks,
             }
         )
