@@ -43,6 +43,7 @@ from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _TEXT_WIDTH = 4096
 """Width of the text features of both families, where the folder does not say."""
@@ -182,15 +183,17 @@ def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torc
 
 
 def with_vae(prediction: MemoryPrediction, arguments: Arguments, outline: Outline, batch: Batch) -> MemoryPrediction:
-    """A prediction with the VAE that encodes pictures of rows in front of each step: its weights, and where that is
-    more than the step takes, what encoding the largest picture takes. As before, where features are read instead.
+    """A prediction with the frozen VAE that encodes pictures of rows in front of each step, of models that name one
+    (`vae_config`): its weights, and where that is more than the step takes, what encoding the largest picture takes. As
+    before, where features are read instead.
 
     Raises:
         ModelFolderError: The model's folder has no VAE.
     """
     basic = arguments.data.dataset_param.basic_parameters
     reads_features = basic.get("features_dir") is not None or "picture_posteriors" in batch
-    if outline.kind is not UNIFIED or reads_features:
+    has_vae = outline.kind is UNIFIED and attribute_at(outline.model, "config.vae_config") is not None
+    if not has_vae or reads_features:
         return prediction
     dtype = torch.promote_types(torch_dtype(arguments.parallel.fsdp_plan.computed_in), torch.float32)
     vae = outline_vae(Path(str(arguments.model.model_name_or_path)))
