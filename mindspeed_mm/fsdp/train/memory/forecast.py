@@ -202,13 +202,12 @@ def with_vae(prediction: MemoryPrediction, arguments: Arguments, outline: Outlin
         notes = (*prediction.approximations, "the encoding of pictures, of which the first batch has none")
         return replace(prediction, vae=held, resident=prediction.resident + held, approximations=notes)
     ledger = encoding(vae, max(batch["picture_sizes"].tolist(), key=math.prod), dtype)
-    moment = ledger.peak()
-    alive, phase = ledger.alive_at(moment), ledger.phase_at(moment)
-    if alive.total() <= sum(prediction.at_peak.values()):
-        alive, phase = prediction.at_peak, prediction.phase
+    alive, phase = ledger.alive_at(ledger.peak()), ledger.phase_at(ledger.peak())
+    if alive.total() > sum(prediction.at_peak.values()):
+        prediction = replace(prediction, at_peak=alive, phase=phase)
     in_step = prediction.resident - prediction.device_static
     resident = prediction.device_static + held + max(in_step, ledger.resident())
-    return replace(prediction, vae=held, at_peak=alive, phase=phase, resident=resident)
+    return replace(prediction, vae=held, resident=resident)
 
 
 def encoding(vae: Any, size: Sequence[int], dtype: torch.dtype) -> MemoryLedger:
