@@ -355,10 +355,9 @@ class BagelForConditionalGeneration(PreTrainedModel):
         hidden = self.get_decoder()(inputs_embeds=embeds[None], position_ids=position_ids.reshape(1, -1), layout=layout)
         hidden_BtH = hidden.view(rows, -1, hidden.shape[-1])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output = BagelOutput(logits=self.language_model["lm_head"](hidden_BtH[:, kept]))
+        logits = self.language_model["lm_head"](hidden_BtH[:, kept])
         drawn = latent_places if drawn_places is None else drawn_places
-        output.velocities = self.llm2vae(hidden[0].index_select(0, drawn))
-        return output
+        return BagelOutput(logits=logits, velocities=self.llm2vae(hidden[0].index_select(0, drawn)))
 
     def _embed_words(
         self,
