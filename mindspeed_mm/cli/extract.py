@@ -1,4 +1,4 @@
-"""The command `mm extract`: encodes media and captions once, before a generator is trained."""
+"""The command `mm extract`: encodes media and captions once, before a model that draws is trained."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Examples:
 def command(request: ExtractRequest) -> int:
     """Encode the media and captions of CONFIG, the YAML that mm train takes. OVERRIDES are section.key=value.
 
-    Training then reads the features instead of running the encoders. Running the same command again continues: what is
-    done is verified and kept, what is damaged is made again. Ctrl-C or SIGTERM stops after the current batch, with exit
-    code 75. Rows that cannot be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error,
-    unless max_bad_fraction says otherwise.
+    Training then reads the features instead of running the encoders. Of rows of words and pictures (BAGEL), those
+    pictures are encoded that have latents. Running the same command again continues: what is done is verified and kept,
+    what is damaged is made again. Ctrl-C or SIGTERM stops after the current batch, with exit code 75. Rows that cannot
+    be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error, unless max_bad_fraction
+    says otherwise.
     """
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train  # torch: the help does without

@@ -10,6 +10,7 @@ number. A picture that is given has t = 0 and no loss. Shapes: N pictures with l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,10 +25,10 @@ from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
 from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of
+from mindspeed_mm.fsdp.models.diffusion.picture_vae import drawn_from
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 Encode = Callable[[torch.Tensor, int | None], torch.Tensor]
 """(pixels (3, H, W) uint8, seed of a draw; None: the likeliest) → latents (C, h, w)."""
@@ -42,6 +43,10 @@ class DenoisedSizes(Protocol):
     latent_patch_size: int
     latent_features: int
     timestep_shift: float
+
+    @property
+    def latent_side(self) -> int:
+        """Pixels along a side of a token."""
 
 
 def stand_beside_words(sizes: object) -> bool:
@@ -58,7 +63,8 @@ class WithDenoisedPictures:
         sizes: Of the model's latents.
         loss: `features.loss_cfg`, with the weights of the two terms.
         diffusion: `training.diffusion`: how noise levels are drawn.
-        encode: The frozen VAE; None: latents are zeros, for a step without data.
+        encode: The frozen VAE; None: there is none, for pictures are features; latents of pixels are zeros then, for a
+            step without data.
         exact_dtype: What noise is mixed in.
     """
 
@@ -90,11 +96,11 @@ class WithDenoisedPictures:
         prepared = self._objective.prepare(batch, training=training)
         if "picture_sizes" not in batch:
             return prepared
-        pictures = zip(_pictures_of(batch), batch["picture_is_drawn"].tolist(), batch["picture_seeds"], strict=True)
+        pictures = zip(self._pictures(batch), batch["picture_is_drawn"].tolist(), batch["picture_seeds"], strict=True)
         tokens, times, grids, is_drawn, targets = [], [], [], [], []
-        for pixels, drawn, seed in pictures:
+        for picture, drawn, seed in pictures:
             is_likeliest = not drawn and stand_beside_words(self._sizes)
-            latents_mC, grid = self._tokens_of(pixels, None if is_likeliest else derive_seed(int(seed), "posterior"))
+            latents_mC, grid = self._tokens_of(picture, None if is_likeliest else derive_seed(int(seed), "posterior"))
             time = self._time(int(seed)) if drawn else 0.0
             if drawn:
                 noise_mC = noise_of(derive_seed(int(seed), "noise"), latents_mC.shape).to(self._exact_dtype)
@@ -163,15 +169,30 @@ class WithDenoisedPictures:
             "pictures"
         )
 
-    def _tokens_of(self, pixels: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, tuple[int, int]]:
+    def _pictures(self, batch: Batch) -> list[torch.Tensor]:
+        """Of each picture that has latents (3, H, W) uint8, or where they were extracted (2, C, h, w), what they are
+        drawn from."""
+        sizes = batch["picture_sizes"].tolist()
+        if "picture_posteriors" not in batch:
+            shapes = [(3, *size) for size in sizes]
+            return _pieces(batch["picture_pixels"], shapes)
+        squares = self._sizes.latent_patch_size
+        pixels, channels = self._sizes.latent_side // squares, self._sizes.latent_features // squares**2
+        shapes = [(2, channels, height // pixels, width // pixels) for height, width in sizes]
+        return _pieces(batch["picture_posteriors"], shapes)
+
+    def _tokens_of(self, picture: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, tuple[int, int]]:
         """Latents of a picture as tokens, and how many stand along its height and its width."""
         side = self._sizes.latent_patch_size
-        if self._encode is None:
-            pixels_a_side = attribute_at(self._sizes, "latent_side")
-            grid = (pixels.shape[1] // pixels_a_side, pixels.shape[2] // pixels_a_side)
+        if picture.dim() == 4:
+            latents = drawn_from(picture, seed)
+        elif self._encode is not None:
+            latents = self._encode(picture, seed)
+        else:
+            grid = (picture.shape[1] // self._sizes.latent_side, picture.shape[2] // self._sizes.latent_side)
             return torch.zeros(grid[0] * grid[1], self._sizes.latent_features, dtype=self._exact_dtype), grid
-        latents = self._encode(pixels, seed).to(self._exact_dtype)
-        return patchified(latents, side), (latents.shape[1] // side, latents.shape[2] // side)
+        grid = (latents.shape[1] // side, latents.shape[2] // side)
+        return patchified(latents.to(self._exact_dtype), side), grid
 
     def _time(self, seed: int) -> float:
         density = self._diffusion.timestep_density or "logit_normal"
@@ -179,11 +200,10 @@ class WithDenoisedPictures:
         return shift_sigma(draw_level(density, self._diffusion, random), self._shift)
 
 
-def _pictures_of(batch: Batch) -> list[torch.Tensor]:
-    """(3, H, W) uint8 of each picture that has latents."""
-    sizes = batch["picture_sizes"].tolist()
-    pieces = batch["picture_pixels"].split([3 * height * width for height, width in sizes])
-    return [piece.view(3, height, width) for piece, (height, width) in zip(pieces, sizes, strict=True)]
+def _pieces(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors of these shapes that stand flattened one behind the other."""
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def check_unified_loss(arguments: Arguments) -> None:

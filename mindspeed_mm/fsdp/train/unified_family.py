@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class UnifiedFamily(LanguageFamily):
     def __init__(self, arguments: Arguments, device: torch.device) -> None:
         super().__init__(arguments)
         self._device = device
+        self._config: Any = None
 
     @override
     def trial_options(self, model: nn.Module) -> str | None:
@@ -43,13 +45,19 @@ class UnifiedFamily(LanguageFamily):
     @override
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         config: Any = assembled.model.config
-        vae = config.vae_config
-        folder = Path(str(self.arguments.model.model_name_or_path))
-        encoder = PictureVAE(folder, vae["z_channels"], vae["downsample"], self._device, self._exact_dtype)
         words = build_language_objective(
             self.arguments, assembled.model, assembled.applied.head, job.state.token_groups
         )
-        return self._both(words, config, encoder.encode)
+        self._config = config
+        if any(rows is not None and rows.is_raw for rows in (data.train, data.validation)):
+            _ = self._vae  # what is wrong with it is told before the first step
+        return self._both(words, config, lambda pixels, seed: self._vae.encode(pixels, seed))
+
+    @cached_property
+    def _vae(self) -> PictureVAE:
+        """Loaded where pictures come as pixels."""
+        sizes, folder = self._config.vae_config, Path(str(self.arguments.model.model_name_or_path))
+        return PictureVAE(folder, sizes["z_channels"], sizes["downsample"], self._device, self._exact_dtype)
 
     @property
     def _exact_dtype(self) -> torch.dtype:

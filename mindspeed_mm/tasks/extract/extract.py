@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.cores import usable_cores
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind, kind_of_folder
+from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import BagelDataset
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -28,6 +29,7 @@ from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.extract.feature_set import Encoders, ExtractOptions, ExtractOutcome, SetExtraction
 from mindspeed_mm.tasks.extract.limits import FEATURES_KEY
+from mindspeed_mm.tasks.extract.pictures import PictureExtraction
 from mindspeed_mm.tasks.launch.launcher import launch
 
 MAX_BAD_FRACTION = 0.1
@@ -36,6 +38,8 @@ _BASIC = "data.dataset_param.basic_parameters"
 _WAIT_S = 3600.0
 """Ranks wait for one another only before the work, while encoders are hashed and files verified."""
 _MOST_THREADS = 8
+Sets = list[tuple[Path, BasicParameters]]
+"""Folder and rows of each feature set."""
 
 
 def run(
@@ -64,18 +68,13 @@ def run(
     """
     if not isinstance(config, ResolvedConfig):
         config = load_with_plugins(config, overrides)
-    adapter, sets = configured_adapter(config), configured_sets(config, out)
+    kind, sets = configured_kind(config), configured_sets(config, out)
     given = {name: value for name, value in options.items() if value is not None}
     stream = sys.stderr if progress_to_stderr else sys.stdout
     with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
         settings = ExtractOptions(**{"threads": _threads(config), **given})
-        encoders = Encoders(adapter, current_device(), settings.dtype)
-        preprocess = config.arguments.data.dataset_param.preprocess_parameters
         outcomes = []
-        for folder, basic in sets:
-            extraction = SetExtraction(
-                folder, basic, preprocess, encoders, ranks=ranks, options=settings, stop=stop, stream=stream
-            )
+        for extraction in _EXTRACTIONS[kind](config, sets, ranks=ranks, options=settings, stop=stop, stream=stream):
             outcome = extraction.run()
             if outcome is not None:
                 outcomes.append(outcome)
@@ -98,40 +97,65 @@ def run_ranks(
         MMError: The configuration is off, or the ranks could not be started.
     """
     config = load_with_plugins(config_path, overrides)  # a wrong YAML is answered once, here
-    configured_adapter(config)
+    configured_kind(config)
     configured_sets(config, out)
     return launch(nproc, ["extract", str(config_path), *overrides, *options], None)
 
 
-def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
-    """The generator's family.
+def configured_kind(config: ResolvedConfig) -> ModelKind:
+    """The kind of the model whose encoders are used: a generator, or a model that answers and draws.
 
     Raises:
         ConfigError: There is no model.
-        ModelFolderError: It is not a generator.
+        ModelFolderError: It is of another kind, or lacks what makes features.
     """
     model = config.arguments.model
     if model.model_name_or_path is None:
         raise ConfigError(
             "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
         )
-    adapter = adapter_of_section(model)
-    adapter.require("vae")
-    return adapter
+    if kind_of_folder(model.model_name_or_path) is UNIFIED:
+        return UNIFIED
+    adapter_of_section(model).require("vae")
+    return GENERATOR
 
 
-def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path, BasicParameters]]:
+def _of_generator(config: ResolvedConfig, sets: Sets, **told: Any) -> Iterator[SetExtraction]:
+    encoders = Encoders(adapter_of_section(config.arguments.model), current_device(), told["options"].dtype)
+    for folder, basic in sets:
+        yield SetExtraction(folder, basic, config.arguments.data.dataset_param.preprocess_parameters, encoders, **told)
+
+
+def _of_pictures(config: ResolvedConfig, sets: Sets, **told: Any) -> Iterator[PictureExtraction]:
+    param, folder = config.arguments.data.dataset_param, Path(str(config.arguments.model.model_name_or_path))
+    for features, basic in sets:
+        rows = basic.model_copy(update={"val_dataset": None, "val_rate": None})
+        of_rows = param.model_copy(update={"basic_parameters": rows})
+        yield PictureExtraction(features, of_rows, folder, current_device(), **told)
+
+
+_EXTRACTIONS: dict[ModelKind, Callable[..., Iterator[SetExtraction | PictureExtraction]]] = {
+    GENERATOR: _of_generator,
+    UNIFIED: _of_pictures,
+}
+"""Kind of model → the work for each set; models of words alone have no features."""
+_ROWS = {GENERATOR: ("generation", GenerationDataset), UNIFIED: ("bagel", BagelDataset)}
+"""Kind of model → the rows that features are made of: `dataset_type` and its class."""
+
+
+def configured_sets(config: ResolvedConfig, out: Path | None) -> Sets:
     """Folder and rows of each feature set that the configuration asks for.
 
     Raises:
-        ConfigError: The rows are none of a generator's, or no folder is named.
+        ConfigError: The rows are none of such a model's, or no folder is named.
     """
     param = config.arguments.data.dataset_param
-    if data_register.get(param.dataset_type) is not GenerationDataset:
+    name, rows = _ROWS[configured_kind(config)]
+    if data_register.get(param.dataset_type) is not rows:
         raise ConfigError(
             f"rows of '{param.dataset_type}' have no features to extract",
             key="data.dataset_param.dataset_type",
-            way_out="Set generation.",
+            way_out=f"Set {name}.",
         )
     basic = _rows(config, param.basic_parameters)
     folder = out or param.basic_parameters.get("features_dir")

@@ -20,7 +20,11 @@ from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.denoised_pictures import WithDenoisedPictures
 from mindspeed_mm.fsdp.loss.objectives import build_objective
+from mindspeed_mm.fsdp.models.bagel.mixture import Samples, attend, attend_across
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout
+from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.loader import load_config
@@ -276,6 +280,65 @@ def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     words = ["training.micro_batch_size=1", *more]
     for measured in run_ranks(2, steps_of, str(run), words, timeout_s=180):
         compare_steps(whole_steps(str(run)), measured, 1e-8)
+
+
+SPREAD = {
+    "ulysses 2": (2, ["parallel.ulysses_parallel_size=2"]),
+    "ulysses 4, more ranks than key heads": (4, ["parallel.ulysses_parallel_size=4"]),
+    "ring 2": (2, ["parallel.ring_attention_size=2"]),
+    "ring 2 × ulysses 2": (4, ["parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"]),
+    "fsdp 2 × ulysses 2": (4, ["parallel.ulysses_parallel_size=2", "training.micro_batch_size=1"]),
+    "ulysses 2, recomputed": (2, ["parallel.ulysses_parallel_size=2", "features.recompute=true"]),
+}
+SPREAD_CASES = [pytest.param("ulysses 2", True, id="ulysses 2, packed")]
+SPREAD_CASES += [
+    pytest.param(plan, packs, marks=pytest.mark.slow)
+    for plan in SPREAD
+    for packs in (True, False)
+    if (plan, packs) != ("ulysses 2", True)
+]
+
+
+@pytest.mark.parametrize(("plan", "packs"), SPREAD_CASES)
+def test_spread_rows_equal_one_process(run: Path, plan: str, packs: bool) -> None:
+    """Loss terms, gradients and their norm; in the packed rows of the second step, a seen picture and drawn ones lie on
+    several ranks."""
+    ranks, words = SPREAD[plan]
+    packed = batch_of(built_rows(run), 2, 3, packs=True)
+    parts, kinds = packed["part_ids"][0], packed["token_kinds"][0]
+    cut = [len(parts) * number // 4 for number in (1, 2, 3)]
+    assert [(int(kinds[at]), bool(parts[at - 1] == parts[at])) for at in cut] == [(2, True), (1, True), (2, True)]
+    for measured in run_ranks(ranks, steps_of, str(run), words, packs, timeout_s=180):
+        compare_steps(whole_steps(str(run)), measured, 1e-8)
+
+
+def spread_heads(heads: int, key_heads: int) -> float:
+    """How far attention over this rank's share, and the gradient of its keys, are from those of one process."""
+    everyone = torch.distributed.group.WORLD
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(2, 7, count, 4, generator=draw, dtype=torch.float64).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    )
+    parts = torch.tensor([[0, 1, 1, 1, 0, -2, -2], [0, 0, -1, -1, -1, 2, 2]])
+    share = ContextShare(ContextGroups(ulysses=everyone, everyone=everyone), build_layout(7, 1, 2))
+    samples = Samples.of_rows(parts, None, None)
+    whole = attend(*(each.flatten(0, 1)[None] for each in (query, key, value)), samples).view(2, 7, -1)
+    own = [share.take(each, 1).flatten(0, 1)[None] for each in (query, key, value)]
+    found = attend_across(*own, samples, share).view(2, len(share.positions), -1)
+    off = (found - share.take(whole, 1)).abs().max()
+    (expected,) = torch.autograd.grad(share.take(whole, 1).square().sum(), key, retain_graph=True)
+    (gradient,) = torch.autograd.grad(found.square().sum(), key)
+    torch.distributed.all_reduce(gradient)
+    torch.distributed.all_reduce(expected)
+    return float(max(off, (gradient - expected).abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 3)])
+def test_any_number_of_heads_goes_over_two_ranks(heads: tuple[int, int]) -> None:
+    """With one head, a rank has none; with three key heads, both read the middle one."""
+    assert max(run_ranks(2, spread_heads, *heads, timeout_s=120)) < 1e-12
 
 
 # --- drawing and answering --------------------------------------------------------------------------------------------

@@ -101,8 +101,6 @@ GRPO = ["posttrain.method=grpo", "posttrain.grpo.num_generations=2", "posttrain.
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.ulysses_parallel_size=2"], "no decoder whose attention"),
-        (["parallel.ring_attention_size=2"], "no decoder whose attention"),
         (["parallel.tensor_parallel_size=2"], "not built for models that answer and draw"),
         (["parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2"], "cannot be cut into stages"),
         (["posttrain.method=dpo", "data.dataset_param.basic_parameters.stage=rm"], "for these rows"),

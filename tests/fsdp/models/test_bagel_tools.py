@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from mindspeed_mm.tasks.extract import extract
 from mindspeed_mm.tasks.models import routes
 from tests.helpers.bagel_by_hand import toy_latents
 from tests.helpers.runs import mm
@@ -105,8 +106,17 @@ def test_flops_of_a_picture_of_any_size(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_verified_with_the_models_vae(run: Path) -> None:
-    said = mm("verify", run, "--json")
+@pytest.mark.parametrize("plan", [[], ["parallel.ulysses_parallel_size=2", "--nproc", 2]])
+def test_a_plan_is_verified_with_the_models_vae(run: Path, plan: list[Any]) -> None:
+    said = mm("verify", run, *plan, "--json")
     assert said.code == 0, said.out + said.err
     rows = {row["check"] for row in json.loads(said.out)["rows"]}
-    assert "packed = unpacked" in rows
+    assert {"as planned = one process", "packed = unpacked"} <= rows
+
+
+@pytest.mark.slow
+def test_a_plan_is_verified_on_features(run: Path, tmp_path: Path) -> None:
+    """They are those of the folder's own VAE, and the small model takes them."""
+    extract.run(run, out=tmp_path / "features")
+    said = mm("verify", run, f"data.dataset_param.basic_parameters.features_dir={tmp_path / 'features'}", "--json")
+    assert said.code == 0, said.out + said.err

@@ -207,13 +207,26 @@ def measure_components(
         known: Hashes from before; files that nobody has touched since are not read again.
         absent: Encoders to pass over.
     """
+    return measure_files(adapter.folder, encoder_files(adapter, absent), known)
+
+
+def measure_files(
+    folder: Path, files_by_component: Mapping[str, Collection[Path]], known: Components | None = None
+) -> Components:
+    """Hash the files of components.
+
+    Args:
+        folder: Of the model.
+        files_by_component: Component → its files inside.
+        known: As of `measure_components`.
+    """
     known = known or {}
     places: list[tuple[str, str]] = []
     """Component and file, of each file that is measured."""
     paths: list[Path] = []
-    for name, files in sorted(encoder_files(adapter, absent).items()):
+    for name, files in sorted(files_by_component.items()):
         for path in sorted(files):
-            places.append((name, path.relative_to(adapter.folder).as_posix()))
+            places.append((name, path.relative_to(folder).as_posix()))
             paths.append(path)
     before = [known.get(name, {}).get(file) for name, file in places]
     measured: dict[str, dict[str, FileMark]] = {}
@@ -249,14 +262,26 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
             stacklevel=2,
         )
     known = {name: files for name, files in store.components.items() if name not in absent}
-    problems = component_problems(known, measure_components(adapter, known, absent), adapter.folder)
+    check_components(store, known, measure_components(adapter, known, absent), adapter.folder)
+
+
+def check_components(store: FeatureStore, known: Components, now: Components, folder: Path) -> None:
+    """Raise `DataError` where the files of a model's folder are others than those that made the features.
+
+    Args:
+        store: The features.
+        known: Their components, as far as they are compared.
+        now: Those of the folder.
+        folder: Of the model.
+    """
+    problems = component_problems(known, now, folder)
     if not problems:
         return
     headline = (
-        f"{store.folder}: these features were made by other weights than those of {adapter.folder}. "
+        f"{store.folder}: these features were made by other weights than those of {folder}. "
         "Run mm extract with --overwrite to make them again."
     )
-    if store.model_folder != str(adapter.folder):
+    if store.model_folder != str(folder):
         headline += f" Or point model.model_name_or_path to {store.model_folder}."
     raise DataError(headline, problems=problems)
 

@@ -87,17 +87,25 @@ def open_features(folder: Path, adapter: DiffusionAdapter) -> FeatureStore:
     if not files.description.is_file() and (files.path / LIST_FILE).is_file():
         adapter.require("vae")
         return LegacyFeatureStore(files.path, adapter)
-    if not files.description.is_file():
-        what = "holds no features" if files.path.is_dir() else "does not exist"
-        raise DataError(what, where=str(files.path), key=_KEY, way_out="Run mm extract with this configuration first.")
-    description = read_description(files.description)
+    description = read_finished(files)
+    if not files.null_text.is_file():
+        raise DataError("is missing", where=str(files.null_text), key=_KEY, way_out="Run mm extract again.")
     if description.component_configs:
         adapter.note_components(description.component_configs)
     else:
         adapter.require("vae")
     check_fits(description, adapter, files.path)
-    _check_complete(files, description)
     return ShardedFeatureStore(files, description)
+
+
+def read_finished(files: FeatureFolder) -> Description:
+    """What made a feature set of ours. Raises `DataError` where there is none, or it is not whole."""
+    if not files.description.is_file():
+        what = "holds no features" if files.path.is_dir() else "does not exist"
+        raise DataError(what, where=str(files.path), key=_KEY, way_out="Run mm extract with this configuration first.")
+    description = read_description(files.description)
+    _check_complete(files, description)
+    return description
 
 
 class ShardedFeatureStore:
@@ -228,5 +236,3 @@ def _check_complete(files: FeatureFolder, description: Description) -> None:
                 key=_KEY,
                 way_out="Run mm extract again: it makes what is missing or damaged again.",
             )
-    if not files.null_text.is_file():
-        raise DataError("is missing", where=str(files.null_text), key=_KEY, way_out="Run mm extract again.")

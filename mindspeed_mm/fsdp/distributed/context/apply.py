@@ -8,6 +8,7 @@ alone communicates. Gradients of parameters are parts, which FSDP's sum over the
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
-from mindspeed_mm.fsdp.distributed.context.plan import KEYS, ContextPlan, find_decoder
+from mindspeed_mm.fsdp.distributed.context.plan import KEYS, ContextPlan, find_decoder, takes_share
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.structure.stages import own_names
@@ -31,8 +32,12 @@ from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
 own tokens by them."""
-_BY_ROW = ("_targets", "_weights", "_segment", "_sampled")
-"""What an objective prepares for each of its `_rows`."""
+_BY_PLACE = {
+    "_rows": ("_targets", "_weights", "_segment", "_sampled"),
+    "latent_places": ("latent_tokens", "latent_times", "latent_positions"),
+    "drawn_places": ("_velocities",),
+}
+"""Places in the flattened rows, and what an objective prepares for each of them."""
 _WHOLE = (
     "_labelled_samples",
     "_weight_sum",
@@ -52,6 +57,8 @@ _FILLS = {
     "position_ids": 0,
     "mm_token_type_ids": 0,
     "token_type_ids": 0,
+    "part_ids": 0,
+    "token_kinds": 0,
 }
 """Batch keys along the sequence, with what padding is there."""
 _DECODER_TOKENS = {
@@ -106,7 +113,7 @@ def apply_context_parallel(model: nn.Module, plan: ContextPlan, state: ParallelS
     groups = groups_of(state)
     if plan.spreads_samples:
         apply_to_generator(model, groups)
-    else:
+    elif not takes_share(model):
         apply_to_decoder(model)
         for name in own_names(model, plan.towers):
             apply_to_tower(model.get_submodule(name))
@@ -153,7 +160,7 @@ def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
         share = ContextShare(groups, _layout_of(batch, groups))
     kept = {key: value for key, value in batch.items() if key not in _BORDERS}
     own = {"shift_labels": share.take(batch["shift_labels"], 1), CONTEXT_KEY: share}
-    return kept | own | own_rows(batch, share, length)
+    return kept | own | own_places(batch, share, length)
 
 
 def _layout_of(batch: Batch, groups: ContextGroups) -> SequenceLayout:
@@ -178,8 +185,8 @@ def lengthened(batch: Batch, by: int) -> Batch:
     return longer
 
 
-def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
-    """What an objective prepared for labelled tokens, of the own ones, numbered among the own tokens.
+def own_places(batch: Batch, share: ContextShare, length: int) -> Batch:
+    """What an objective prepared for labelled tokens and for latents, of the own ones, numbered among the own tokens.
 
     Args:
         batch: Prepared.
@@ -189,19 +196,22 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     Raises:
         MMError: The objective has prepared something that cannot be split.
     """
-    prepared = [key for key in batch if key.startswith("_")]
-    unknown = [key for key in prepared if key not in ("_rows", *_BY_ROW, *_WHOLE)]
+    known = {*_BY_PLACE, *chain.from_iterable(_BY_PLACE.values()), *_WHOLE}
+    unknown = [key for key in batch if key.startswith("_") and key not in known]
     if unknown:
         names, keys = ", ".join(f"'{key}'" for key in unknown), "key" if len(unknown) == 1 else "keys"
         raise MMError(f"the objective's {keys} {names} cannot be split along the sequence", key=KEYS)
-    if "_rows" not in batch:
-        return {}
     own = len(share.positions)
     place = torch.full((share.layout.length,), -1).index_copy(0, share.positions, torch.arange(own))
-    row, token = batch["_rows"] // length, place[batch["_rows"] % length]
-    is_own = token >= 0
-    by_row = {key: batch[key][is_own] for key in _BY_ROW if key in batch}
-    return by_row | {"_rows": (row * own + token)[is_own]}
+    found: Batch = {}
+    for key, with_it in _BY_PLACE.items():
+        if key not in batch:
+            continue
+        row, token = batch[key] // length, place[batch[key] % length]
+        is_own = token >= 0
+        found[key] = (row * own + token)[is_own]
+        found |= {name: batch[name][is_own] for name in with_it if name in batch}
+    return found
 
 
 def take_share(decoder: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:

@@ -54,7 +54,10 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     if facts_of(model).kind.spreads_samples:
         check_attention(model, ring)
         return ContextPlan(ring, ulysses, spreads_samples=True)
-    if problems := context_problems(attribute_at(find_decoder(model), "config")):
+    decoder = find_decoder(model)
+    if takes_share(model):
+        return ContextPlan(ring, ulysses)
+    if problems := context_problems(attribute_at(decoder, "config")):
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
     spread = [name for name in towers if can_be_spread(model.get_submodule(name))]
     return ContextPlan(ring, ulysses, towers=tuple(spread))
@@ -72,6 +75,12 @@ def check_sample_tokens(model: nn.Module, latents: Tensor, plan: ContextPlan) ->
 KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 
 
+def takes_share(model: nn.Module) -> bool:
+    """Whether the class says that its forward takes its share of a sequence, `mm_context`, and works on the own tokens,
+    in attention of its own: nothing is changed in it."""
+    return bool(attribute_at(model, "takes_share", False))
+
+
 def find_decoder(model: nn.Module) -> nn.Module:
     """The module that takes token embeddings through the layers. A model whose code predictor goes on from the state in
     front of each frame of speech (`code_loss_factor`), that has places of codes (`code_heads`), whose pictures say what
@@ -84,7 +93,8 @@ def find_decoder(model: nn.Module) -> nn.Module:
     decoder = decoder_of(model)
     joining = ("code_loss_factor", "code_heads", "tells_pictures", "draws_pictures", "draws_from_states")
     is_joined = any(attribute_at(model, name, False) for name in joining)
-    if decoder is not None and attribute_at(decoder, "_supports_attention_backend", False) and not is_joined:
+    is_exchangeable = takes_share(model) or attribute_at(decoder, "_supports_attention_backend", False)
+    if decoder is not None and is_exchangeable and not is_joined:
         return decoder
     raise ConfigError(
         f"{type(model).__name__} has no decoder whose attention can be exchanged",

@@ -2,39 +2,36 @@
 
 Each layer is a mixture of transformers: text and seen pictures go through one set of parameters, latents of pictures
 through another (`_moe_gen`), and all tokens of a sample attend to one another. Modules are named as the released
-weights are. Shapes: B rows of L tokens, T = B · L, of which U go through the first set and M are latents; S patches of
-seen pictures, V features of the tower, H of the language model, D of a head.
+weights are. Shapes: B rows of L tokens, of which a rank holds t where a sequence is spread over ranks, else all; T =
+B · t tokens, M of them latents; S patches of seen pictures, of which a rank holds s, V features of the tower, H of the
+language model.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen2.modeling_qwen2 import (
-    Qwen2MLP,
-    Qwen2RMSNorm,
-    Qwen2RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.bagel.configuration_bagel import BagelConfig
+from mindspeed_mm.fsdp.models.bagel.mixture import BagelTextModel, Samples, TokenLayout, attend, orders
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
 from mindspeed_mm.fsdp.models.diffusion.latents import places_of
 from mindspeed_mm.fsdp.models.structure.towers import Tower
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout
+from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -42,188 +39,22 @@ from mindspeed_mm.fsdp.utils.register import model_register
 _FREQUENCIES = 256
 
 
-@dataclass(frozen=True)
-class TokenLayout:
-    """Where the tokens of a pass stand. Layers hold them in another order than the sequence: those of the first set of
-    parameters in front, so that each set takes one slice."""
-
-    order: torch.Tensor
-    """(T,) places in the sequence, of the tokens as layers hold them."""
-    inverse: torch.Tensor
-    """(T,) where layers hold the tokens of the sequence."""
-    first: int
-    """U."""
-    documents: list[tuple[int, int]]
-    """Borders of the samples."""
-    masks: list[torch.Tensor | None]
-    """(l, l) bool of each, True where a token (row) sees another; None: it sees all."""
-    past: KeyValues | None = None
-    keeps: bool = False
-    """Whether `past` goes on with the keys and values of this pass."""
-
-    def split(self, hidden: torch.Tensor, first: nn.Module, second: nn.Module) -> torch.Tensor:
-        """(1, T, …): the tokens of each set through its module. Either may be given none: it gets zero gradients, and
-        ranks stay in step."""
-        return torch.cat([first(hidden[:, : self.first]), second(hidden[:, self.first :])], dim=1)
-
-
-def visible(part_ids: torch.Tensor) -> torch.Tensor:
-    """(l, l) bool: which tokens (columns) a token (row) of one sample sees.
-
-    Text sees what is before it. The tokens of a picture see each other, too. A noised picture is seen by nobody else.
-
-    Args:
-        part_ids: (l,) 0 for text; n > 0 for the tokens and marks of a picture; n < 0 for those of a noised one.
-    """
-    same = (part_ids[:, None] == part_ids) & (part_ids != 0)
-    before = torch.ones(len(part_ids), len(part_ids), dtype=torch.bool, device=part_ids.device).tril()
-    return (before | same) & (same | (part_ids >= 0))
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: list[tuple[int, int]],
-    masks: list[torch.Tensor | None],
-) -> torch.Tensor:
-    """Attention inside each document: (1, heads, T, D) → (1, T, heads · D).
-
-    Args:
-        query: (1, heads, T, D).
-        key: (1, heads, T, D); where there is one document, it may be longer.
-        value: As `key`.
-        documents: Borders, from 0 to T.
-        masks: As of `TokenLayout`.
-    """
-    if len(documents) == 1:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=masks[0]).transpose(1, 2).flatten(2)
-    sizes = [stop - start for start, stop in documents]
-    outputs = []
-    for q, k, v, mask in zip(*(each.split(sizes, dim=2) for each in (query, key, value)), masks, strict=True):
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-    return torch.cat(outputs, dim=2).transpose(1, 2).flatten(2)
-
-
-class BagelAttention(nn.Module):
-    """Joint attention of all tokens, with projections and norms for each set of parameters.
-
-    Args:
-        config: Of Qwen2.
-        layer: Its number.
-    """
-
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        self._layer, self._heads, self._kv_heads = layer, config.num_attention_heads, config.num_key_value_heads
-        self._head_dim = config.hidden_size // config.num_attention_heads
-        width, own, shared = config.hidden_size, self._heads * self._head_dim, self._kv_heads * self._head_dim
-        for end in ("", "_moe_gen"):
-            for name, features in (("q", own), ("k", shared), ("v", shared)):
-                self.add_module(f"{name}_proj{end}", nn.Linear(width, features, bias=True))
-            self.add_module(f"o_proj{end}", nn.Linear(own, width, bias=False))
-            for name in "qk":
-                self.add_module(f"{name}_norm{end}", Qwen2RMSNorm(self._head_dim, eps=config.rms_norm_eps))
-
-    def _both(self, layout: TokenLayout, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        return layout.split(hidden, self.get_submodule(name), self.get_submodule(f"{name}_moe_gen"))
-
-    def forward(
-        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: TokenLayout
-    ) -> torch.Tensor:
-        """(1, T, H) in the order of layers; the same order comes out."""
-        query, key, value = (
-            self._both(layout, f"{name}_proj", hidden).unflatten(2, (-1, self._head_dim)) for name in "qkv"
-        )
-        query, key = self._both(layout, "q_norm", query), self._both(layout, "k_norm", key)
-        query, key = apply_rotary_pos_emb(query, key, *rotation, unsqueeze_dim=2)
-        query, key, value = (
-            each.index_select(1, layout.inverse).transpose(1, 2).to(value.dtype) for each in (query, key, value)
-        )
-        past = layout.past
-        if past is not None and self._layer < len(past.layers):
-            known_key, known_value = past.layers[self._layer]
-            key, value = torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
-        if past is not None and layout.keeps:
-            past.layers[self._layer : self._layer + 1] = [(key, value)]
-        groups = self._heads // self._kv_heads
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-        attended = attend(query, key, value, layout.documents, layout.masks)
-        return self._both(layout, "o_proj", attended.index_select(1, layout.order))
-
-
-class BagelDecoderLayer(GradientCheckpointingLayer):
-    """One layer of the mixture of transformers: both sets of parameters.
-
-    Args:
-        config: Of Qwen2.
-        layer: Its number.
-    """
-
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        self.self_attn = BagelAttention(config, layer)
-        self.mlp, self.mlp_moe_gen = Qwen2MLP(config), Qwen2MLP(config)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            for end in ("", "_moe_gen"):
-                self.add_module(f"{name}{end}", Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-
-    def forward(
-        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], layout: TokenLayout
-    ) -> torch.Tensor:
-        """(1, T, H) in the order of `layout`.
-
-        Args:
-            hidden: States.
-            rotation: Cosines and sines (1, T, D) of the tokens' positions, in the same order.
-            layout: Where tokens stand.
-        """
-        normed = layout.split(hidden, self.input_layernorm, self.input_layernorm_moe_gen)
-        hidden = hidden + self.self_attn(normed, rotation, layout)
-        normed = layout.split(hidden, self.post_attention_layernorm, self.post_attention_layernorm_moe_gen)
-        return hidden + layout.split(normed, self.mlp, self.mlp_moe_gen)
-
-
-class BagelTextModel(nn.Module):
-    """The language model without its head.
-
-    Args:
-        config: Of Qwen2.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(BagelDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.norm_moe_gen = Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen2RotaryEmbedding(config)
-
-    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        """(1, T, H) embeddings in the order of the sequence → normed states in the same order.
-
-        Args:
-            inputs_embeds: Of all tokens.
-            position_ids: (1, T).
-            layout: Where tokens stand.
-        """
-        hidden = inputs_embeds.index_select(1, layout.order)
-        rotation = self.rotary_emb(hidden, position_ids.index_select(1, layout.order))
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, layout)
-        return layout.split(hidden, self.norm, self.norm_moe_gen).index_select(1, layout.inverse)
+# --- pictures that are seen, and places -------------------------------------------------------------------------------
 
 
 class BagelVisionLayer(SiglipEncoderLayer):
     """SigLIP's layer on the patches of many pictures, each of which sees its own."""
 
     @override
-    def forward(self, hidden: torch.Tensor, documents: list[tuple[int, int]]) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, hidden: torch.Tensor, pictures: Samples | ContextShare) -> torch.Tensor:  # type: ignore[override]
         attention: Any = self.self_attn
         normed = self.layer_norm1(hidden)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        heads = [each(normed).unflatten(2, (-1, attention.head_dim)).transpose(1, 2) for each in projections]
-        attended = attend(heads[0], heads[1], heads[2], documents, [None] * len(documents))
+        query, key, value = (each(normed).unflatten(2, (-1, attention.head_dim)) for each in projections)
+        if isinstance(pictures, ContextShare):
+            attended = pictures.attend(query, key, value, causal=False, scale=None).flatten(2)
+        else:
+            attended = attend(query, key, value, pictures)
         hidden = hidden + attention.out_proj(attended)
         return hidden + self.mlp(self.layer_norm2(hidden))
 
@@ -261,28 +92,24 @@ class BagelVision(nn.Module):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(BagelVisionLayer(vit) for _ in range(config.vit_layers))})
         self.post_layernorm = nn.LayerNorm(vit.hidden_size, eps=vit.layer_norm_eps)
 
-    def forward(self, patches: torch.Tensor, places: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """(S, channels · p²) → (1, S, V).
+    def forward(
+        self, patches: torch.Tensor, places: torch.Tensor, lengths: list[int], share: ContextShare | None = None
+    ) -> torch.Tensor:
+        """(s, channels · p²) → (1, s, V).
 
         Args:
-            patches: Of all pictures.
-            places: (S,) of each patch, in the table of places.
+            patches: Of all pictures; of a spread sequence the own ones.
+            places: (s,) of each patch, in the table of places.
             lengths: Patches of each picture.
+            share: Of the patches, where they are spread over ranks.
         """
         hidden = self.embeddings(patches, places)
-        documents = borders(lengths)
+        pictures: Samples | ContextShare = share or Samples(
+            list(pairwise(accumulate(lengths, initial=0))), [None] * len(lengths)
+        )
         for layer in self.encoder["layers"]:
-            hidden = layer(hidden, documents)
+            hidden = layer(hidden, pictures)
         return self.post_layernorm(hidden)
-
-
-def borders(lengths: list[int]) -> list[tuple[int, int]]:
-    """Beginning and end of pieces of these lengths, one behind the other."""
-    found, at = [], 0
-    for length in lengths:
-        found.append((at, at + length))
-        at += length
-    return found
 
 
 class PlaceTable(nn.Module):
@@ -350,6 +177,9 @@ class Connector(nn.Module):
         return self.fc2(self._activation(self.fc1(features)))
 
 
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class BagelOutput(CausalLMOutputWithPast):
     """Logits of words in `logits`, (B, L, vocabulary); velocities of latents beside them."""
@@ -373,7 +203,7 @@ class BagelForConditionalGeneration(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _no_split_modules: ClassVar[list[str]] = ["BagelDecoderLayer", "BagelVisionLayer"]
-    denoises_pictures = keeps_documents_apart = True
+    denoises_pictures = keeps_documents_apart = takes_share = True
     latent_modules: ClassVar[tuple[str, ...]] = ("_moe_gen", "vae2llm", "llm2vae", "time_embedder")
     """Parts of the names of modules that latents alone go through; others in layers see the rest of the tokens."""
 
@@ -432,22 +262,33 @@ class BagelForConditionalGeneration(PreTrainedModel):
             way_out="Set it to 1.",
         )
 
-    def get_image_features(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
+    def get_image_features(
+        self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, groups: ContextGroups | None = None
+    ) -> torch.Tensor:
         """(S, H) of pictures that are seen.
 
         Args:
             pixel_values: (S, 3 · p²) patches, row by row; the numbers of a patch run over rows, columns, colours.
             image_grid_thw: (pictures, 3): 1, and the patches along height and width.
+            groups: Ranks that share the patches; pictures too small to give each of them some are computed on all.
         """
         grids = host_values(image_grid_thw)
         vit = self.config.vit_config
         own = [places_of(rows, columns, vit.image_size // vit.patch_size) for _, rows, columns in grids]
         shared = [places_of(rows, columns, self.config.vit_max_num_patch_per_side) for _, rows, columns in grids]
         device = pixel_values.device
-        lengths = [rows * columns for _, rows, columns in grids]
-        features = self.vit_model["vision_model"](pixel_values, torch.cat(own).to(device), lengths)
-        places: torch.Tensor = self.vit_pos_embed(torch.cat(shared).to(device))
-        return self.connector(features)[0] + places.to(features.dtype)
+        places, of_tower = torch.cat(shared).to(device), torch.cat(own).to(device)
+        lengths, share = [rows * columns for _, rows, columns in grids], None
+        if groups is not None:
+            stops = list(accumulate(lengths, initial=0))
+            layout = build_layout(stops[-1], groups.ring_size, groups.ulysses_size, borders=stops)
+            share = None if layout.leaves_ranks_empty else ContextShare(groups, layout)
+        if share is not None:
+            pixel_values, places, of_tower = (share.take(each, 0) for each in (pixel_values, places, of_tower))
+        features = self.connector(self.vit_model["vision_model"](pixel_values, of_tower, lengths, share))[0]
+        features = features + self.vit_pos_embed(places).to(features.dtype)
+        # Each rank reads those among its own tokens: gradients are summed.
+        return features if share is None else share.gather(features, 0, sum_gradients=True)
 
     def embed_latents(
         self, latent_tokens: torch.Tensor, latent_times: torch.Tensor, latent_positions: torch.Tensor
@@ -472,6 +313,7 @@ class BagelForConditionalGeneration(PreTrainedModel):
         drawn_places: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
+        mm_context: ContextShare | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
     ) -> BagelOutput:
@@ -479,51 +321,60 @@ class BagelForConditionalGeneration(PreTrainedModel):
 
         Args:
             input_ids: (B, L), padded on the right; tokens of pictures are any.
-            part_ids: (B, L), as of `visible`; None: all is text.
+            part_ids: (B, L), as of `mixture.visible`; None: all is text.
             token_kinds: (B, L) 0 for text and the marks around pictures; otherwise as of `core.batch`.
             position_ids: (B, L); all tokens of a picture have one.
-            pixel_values: As of `get_image_features`, of the pictures in order of place.
-            image_grid_thw: As of `get_image_features`.
-            latent_tokens: (M, C · p²), with their noise, in order of place.
+            pixel_values: As of `get_image_features`, of the pictures in order of place; so is `image_grid_thw`.
+            image_grid_thw: See `pixel_values`.
+            latent_tokens: (M, C · p²), with their noise, in order of place; of a spread sequence the own ones.
             latent_times: (M,) their noise levels; 0: none.
             latent_positions: (M,) their places in the table.
-            latent_places: (M,) their places in the flattened rows.
+            latent_places: (M,) their places in the flattened rows, of a spread sequence among the own tokens.
             drawn_places: (drawn,) places of those whose velocities are asked for.
             attention_mask: Unused: padding stands behind all that could see it.
             cu_seq_lens_q: Borders of the samples of a packed row.
+            mm_context: What this rank holds of rows that are spread; logits and velocities are those of own tokens.
             logits_to_keep: How many of the last tokens have logits, or which; 0: all.
         """
         rows, length = input_ids.shape
-        embeds = self.get_input_embeddings()(input_ids).flatten(0, 1)
-        if pixel_values is not None:
-            assert image_grid_thw is not None and token_kinds is not None
-            seen = self.get_image_features(pixel_values, image_grid_thw).to(embeds.dtype)
-            embeds = embeds.masked_scatter((token_kinds == SEEN).flatten()[:, None], seen)
+        embeds_BtH = self._embed_words(input_ids, token_kinds, pixel_values, image_grid_thw, mm_context)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device).expand(rows, -1)
+        if mm_context is not None:
+            position_ids = mm_context.take(position_ids, 1)
+        embeds = embeds_BtH.flatten(0, 1)
         if latent_tokens is None or latent_times is None or latent_positions is None or latent_places is None:
             latent_tokens, latent_times = embeds.new_zeros(0, self.config.latent_features), embeds.new_zeros(0)
             latent_positions = latent_places = drawn_places = input_ids.new_zeros(0)
         latents = self.embed_latents(latent_tokens, latent_times, latent_positions).to(embeds.dtype)
         embeds = embeds.index_copy(0, latent_places, latents)
-        if cu_seq_lens_q is None:
-            documents = borders([length] * rows)
-        else:
-            stops = host_values(cu_seq_lens_q)
-            documents = list(pairwise(stops))
         if part_ids is None:
             part_ids = torch.zeros_like(input_ids)
-        flat = part_ids.flatten()
-        masks: list[torch.Tensor | None] = [visible(flat[start:stop]) for start, stop in documents]
-        order, inverse = orders(latent_places, len(embeds))
-        layout = TokenLayout(order, inverse, len(embeds) - len(latent_places), documents, masks)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=embeds.device).expand(rows, -1)
+        samples = Samples.of_rows(part_ids, cu_seq_lens_q, mm_context)
+        layout = TokenLayout(*orders(latent_places, len(embeds)), samples, mm_context)
         hidden = self.get_decoder()(inputs_embeds=embeds[None], position_ids=position_ids.reshape(1, -1), layout=layout)
-        hidden_BLH = hidden.view(rows, length, -1)
+        hidden_BtH = hidden.view(rows, -1, hidden.shape[-1])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output = BagelOutput(logits=self.language_model["lm_head"](hidden_BLH[:, kept]))
+        logits = self.language_model["lm_head"](hidden_BtH[:, kept])
         drawn = latent_places if drawn_places is None else drawn_places
-        output.velocities = self.llm2vae(hidden[0].index_select(0, drawn))
-        return output
+        return BagelOutput(logits=logits, velocities=self.llm2vae(hidden[0].index_select(0, drawn)))
+
+    def _embed_words(
+        self,
+        input_ids: torch.Tensor,
+        token_kinds: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None,
+        share: ContextShare | None,
+    ) -> torch.Tensor:
+        """(B, t, H) of own tokens: words and pictures that are seen."""
+        embeds_BLH: torch.Tensor = self.get_input_embeddings()(input_ids)
+        if pixel_values is not None:
+            assert image_grid_thw is not None and token_kinds is not None
+            groups = None if share is None else share.groups
+            seen = self.get_image_features(pixel_values, image_grid_thw, groups).to(embeds_BLH.dtype)
+            embeds_BLH = embeds_BLH.masked_scatter((token_kinds == SEEN)[..., None], seen)
+        return embeds_BLH if share is None else share.take(embeds_BLH, 1)
 
     def go_on(
         self,
@@ -550,23 +401,10 @@ class BagelForConditionalGeneration(PreTrainedModel):
         mask = None
         if is_text:
             mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=embeds.device).tril(before)
-        order, inverse = orders(latent_places, tokens)
-        layout = TokenLayout(order, inverse, tokens - len(latent_places), [(0, tokens)], [mask], past, keeps)
+        samples = Samples([(0, tokens)], [mask])
+        layout = TokenLayout(*orders(latent_places, tokens), samples, past=past, keeps=keeps)
         states: torch.Tensor = self.get_decoder()(inputs_embeds=embeds, position_ids=positions, layout=layout)
         return states
-
-
-def orders(latent_places: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order in which layers hold tokens, those that are no latents in front, and its inverse. The device is not
-    waited for.
-
-    Args:
-        latent_places: (M,).
-        tokens: T.
-    """
-    is_latent = torch.zeros(tokens, dtype=torch.uint8, device=latent_places.device).index_fill(0, latent_places, 1)
-    order = is_latent.argsort(stable=True)
-    return order, order.argsort()
 
 
 def _see_nothing(model: Any) -> torch.Tensor:

@@ -15,6 +15,11 @@ class PixelDistribution:
     def __init__(self, pixels: torch.Tensor) -> None:
         self._pixels = pixels
 
+    @property
+    def std(self) -> torch.Tensor:
+        """Zeros: all draws are alike."""
+        return torch.zeros_like(self._pixels)
+
     def mode(self) -> torch.Tensor:
         """Return the pixels, which are the distribution's only value."""
         return self._pixels

@@ -16,10 +16,10 @@ from mindspeed_mm.fsdp.models.diffusion.latents import standardised, unstandardi
 
 @dataclass(frozen=True)
 class OneFramePosterior:
-    """The normal distribution of a picture's latents, mean and deviation (B, C, h, w)."""
+    """The normal distribution of a picture's latents, mean and standard deviation (B, C, h, w)."""
 
     mean: torch.Tensor
-    deviation: torch.Tensor
+    std: torch.Tensor
 
     def mode(self) -> torch.Tensor:
         """The likeliest latents, which are the mean."""
@@ -28,7 +28,7 @@ class OneFramePosterior:
     def sample(self, generator: torch.Generator) -> torch.Tensor:
         """Latents that chance draws, on the host whatever the device is."""
         noise = torch.randn(self.mean.shape, generator=generator, dtype=self.mean.dtype)
-        return self.mean + self.deviation * noise.to(self.mean.device)
+        return self.mean + self.std * noise.to(self.mean.device)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,19 @@ class OneFrameVAE(nn.Module):
         self.config = FrozenDict(latent_channels=vae.config.z_dim, block_out_channels=(0,) * levels, scaling_factor=1.0)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> OneFrameVAE:
-        """With the weights of a folder in diffusers' layout."""
-        return cls(AutoencoderKLQwenImage.from_pretrained(folder, local_files_only=True))
+    def from_pretrained(cls, folder: Path, **options: Any) -> OneFrameVAE:
+        """With the weights of a folder in diffusers' layout; `options` as diffusers takes them."""
+        return cls(AutoencoderKLQwenImage.from_pretrained(folder, **options))
+
+    @staticmethod
+    def load_config(folder: Path) -> Any:
+        """The configuration of a folder in diffusers' layout."""
+        return AutoencoderKLQwenImage.load_config(folder)
+
+    @classmethod
+    def from_config(cls, config: Any) -> OneFrameVAE:
+        """With random weights, of the sizes that a configuration has."""
+        return cls(AutoencoderKLQwenImage.from_config(config))
 
     def encode(self, pictures: torch.Tensor) -> _Encoded:
         """(B, 3, H, W) in -1..1 → the posterior of their latents."""

@@ -106,19 +106,15 @@ def context_attention(
     shares = share_heads(q_BTHD.shape[2], k_BSKD.shape[2], groups.ulysses_size)
     query_lengths, key_lengths = queries.piece_lengths(groups.ring_rank), keys.piece_lengths(groups.ring_rank)
     q = scatter_heads(q_BTHD, query_lengths, shares.query, groups.ulysses)
-    kv = scatter_heads(torch.cat([k_BSKD, v_BSKD], dim=-1), key_lengths, shares.key, groups.ulysses)
-    places = shares.key_of_query(groups.ulysses_rank)
-    if places is not None:
-        kv = kv[:, :, places]
-    k, v = kv.split([k_BSKD.shape[-1], v_BSKD.shape[-1]], dim=-1)
+    k, v = _scatter_keys(k_BSKD, v_BSKD, key_lengths, shares, groups.ulysses)
     out = _attend_on_ring(q, k, v, groups, queries, keys, causal, scale, key_mask)
     return gather_heads(out, query_lengths, shares.query, groups.ulysses)
 
 
 def attend_to_whole(
     q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
     groups: ContextGroups,
     layout: SequenceLayout,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -127,11 +123,11 @@ def attend_to_whole(
 
     Args:
         q_BTHD: Queries of own tokens.
-        k_BTHD: Keys, of as many heads.
-        v_BTHD: Values.
+        k_BTKD: Keys; K divides H.
+        v_BTKD: Values.
         groups: Who shares the sequence by heads alone.
         layout: Where its tokens lie: one run a rank.
-        attend: Queries, keys and values (B, L, h, D) → (B, L, h, D).
+        attend: Queries (B, L, h, D), keys and values (B, L, k, D), k divides h → (B, L, h, D).
 
     Raises:
         LayoutError: Ranks pass keys round, too, so that none has all tokens; a tensor does not have the own tokens.
@@ -139,11 +135,16 @@ def attend_to_whole(
     if groups.ulysses is None or groups.ring_size > 1:
         raise LayoutError("attention of a pattern takes all tokens, and ranks of a ring have some of them each")
     check_lengths(q_BTHD, layout, groups)
-    heads = share_heads(q_BTHD.shape[2], k_BTHD.shape[2], groups.ulysses_size).query
-    lengths = layout.piece_lengths(groups.ring_rank)
-    whole = scatter_heads(torch.stack([q_BTHD, k_BTHD, v_BTHD], dim=-1).flatten(3), lengths, heads, groups.ulysses)
-    out = attend(*whole.unflatten(3, (-1, 3)).unbind(-1))
-    return gather_heads(out, lengths, heads, groups.ulysses)
+    shares, lengths = share_heads(q_BTHD.shape[2], k_BTKD.shape[2], groups.ulysses_size), layout.piece_lengths(0)
+    if shares.group_size == 1:  # one exchange for all three
+        whole = scatter_heads(
+            torch.stack([q_BTHD, k_BTKD, v_BTKD], dim=-1).flatten(3), lengths, shares.query, groups.ulysses
+        )
+        out = attend(*whole.unflatten(3, (-1, 3)).unbind(-1))
+    else:
+        q = scatter_heads(q_BTHD, lengths, shares.query, groups.ulysses)
+        out = attend(q, *_scatter_keys(k_BTKD, v_BTKD, lengths, shares, groups.ulysses))
+    return gather_heads(out, lengths, shares.query, groups.ulysses)
 
 
 def check_lengths(x_BTHD: Tensor, layout: SequenceLayout, groups: ContextGroups) -> None:
@@ -252,6 +253,18 @@ def scatter_heads(
     outgoing = [x_BTHD[:, :, list(share)] for share in heads]
     incoming = [(B, length, own, D) for length in lengths]
     return torch.cat(exchange_parts(outgoing, incoming, group), dim=1)
+
+
+def _scatter_keys(
+    k_BTKD: Tensor, v_BTKD: Tensor, lengths: Sequence[int], shares: HeadShares, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, L, k, D) for this rank's query heads; k divides their number."""
+    kv = scatter_heads(torch.cat([k_BTKD, v_BTKD], dim=-1), lengths, shares.key, group)
+    places = shares.key_of_query(group.rank())
+    if places is not None:
+        kv = kv[:, :, places]
+    k, v = kv.split([k_BTKD.shape[-1], v_BTKD.shape[-1]], dim=-1)
+    return k, v
 
 
 def gather_heads(

@@ -59,6 +59,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     trained_of,
 )
 from mindspeed_mm.fsdp.tools.memory_model.unrolling import SimulatedRun, unrolled
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _ABOUT_SHAPES = re.compile(
@@ -98,6 +99,8 @@ class MemoryPrediction:
     stays from step to step, and to `resident`."""
     critic: int = 0
     """The same of a model that is trained beside, with its optimizer's state."""
+    vae: int = 0
+    """Of a frozen VAE that encodes pictures of rows while the model is trained, what lies on the device."""
     blocks: int = 0
     """Keys and values of finished blocks of frames, where a sample is drawn in blocks: kept until the backward pass."""
     misfit: str = ""
@@ -109,7 +112,8 @@ class MemoryPrediction:
     @property
     def peak(self) -> int:
         """Most bytes held at once."""
-        return self.device_static + self.reference + self.critic + self.blocks + sum(self.at_peak.values())
+        beside = self.reference + self.critic + self.vae + self.blocks
+        return self.device_static + beside + sum(self.at_peak.values())
 
     @property
     def parameters(self) -> int:
@@ -151,6 +155,7 @@ class MemoryPrediction:
                 "copy of the weights": self.static.average,
                 "frozen reference": self.reference,
                 "critic": self.critic,
+                "frozen VAE": self.vae,
                 "keys and values of blocks": self.blocks,
             }
         )
@@ -342,18 +347,20 @@ class _Step:
 
     def _divided(self, plan: ParallelPlan) -> Callable[[str], bool]:
         """Which modules, by pattern, work on a share of a sequence: the decoder but for its embedding, what follows it,
-        and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences."""
+        and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences; an
+        output head may stand beside it."""
         context = plan.context
         if context is None or context.spreads_samples:
             return lambda module: True
         names = {module: pattern_of(name) for name, module in self._model.named_modules()}
         decoder = names[find_decoder(self._model)]
         embedding = names[self._model.get_input_embeddings()]  # type: ignore[operator]
+        head = names.get(attribute_at(self._model, "get_output_embeddings", lambda: None)())
         before = decoder.rpartition(".")[0]
         spread = tuple({pattern_of(block) for block in self._plan.blocks if is_inside(block, context.towers)})
 
         def is_divided(module: str) -> bool:
-            if module.startswith(decoder):
+            if module.startswith(decoder) or module == head:
                 return module != embedding
             leads_to_decoder = bool(before) and module.startswith(before)
             return not leads_to_decoder or module.startswith(spread)

@@ -6,8 +6,11 @@ Nothing is loaded, nothing runs on a device, and no process group is needed: any
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +20,12 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.model_kinds import UNIFIED
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, SOUND
+from mindspeed_mm.fsdp.models.diffusion.picture_vae import outline_vae, posterior_of
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -30,13 +35,16 @@ from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_paral
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
+from mindspeed_mm.fsdp.tools.memory_model.ledger import MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
+from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, watch_modules
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units, state_bytes, static_part
 from mindspeed_mm.fsdp.train.distillation.critic_start import critic_start, told_of_critic
 from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _TEXT_WIDTH = 4096
 """Width of the text features of both families, where the folder does not say."""
@@ -123,6 +131,7 @@ def _forecast(
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
     critic = critic_bytes(arguments, plan.parallel.sizes, prediction.gradients)
+    prediction = with_vae(prediction, arguments, outline, batch)
     on_host = prediction.on_host
     if is_on_host := arguments.parallel.fsdp_plan.cpu_offload and device_type != "cpu":
         on_host += reference + critic
@@ -169,6 +178,54 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
 def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     with refusals_explained(model, batch):
         return torch.stack(list(objective.terms(model, batch).values())).sum()
+
+
+# --- the frozen VAE ---------------------------------------------------------------------------------------------------
+
+
+def with_vae(prediction: MemoryPrediction, arguments: Arguments, outline: Outline, batch: Batch) -> MemoryPrediction:
+    """A prediction with the frozen VAE that encodes pictures of rows in front of each step, of models that name one
+    (`vae_config`): its weights, and where that is more than the step takes, what encoding the largest picture takes. As
+    before, where features are read instead.
+
+    Raises:
+        ModelFolderError: The model's folder has no VAE.
+    """
+    basic = arguments.data.dataset_param.basic_parameters
+    reads_features = basic.get("features_dir") is not None or "picture_posteriors" in batch
+    has_vae = outline.kind is UNIFIED and attribute_at(outline.model, "config.vae_config") is not None
+    if not has_vae or reads_features:
+        return prediction
+    dtype = torch.promote_types(torch_dtype(arguments.parallel.fsdp_plan.computed_in), torch.float32)
+    vae = outline_vae(Path(str(arguments.model.model_name_or_path)))
+    held = sum(tensor.numel() * dtype.itemsize for tensor in vae.state_dict().values())
+    if "picture_sizes" not in batch:
+        notes = (*prediction.approximations, "the encoding of pictures, of which the first batch has none")
+        return replace(prediction, vae=held, resident=prediction.resident + held, approximations=notes)
+    ledger = encoding(vae, max(batch["picture_sizes"].tolist(), key=math.prod), dtype)
+    alive, phase = ledger.alive_at(ledger.peak()), ledger.phase_at(ledger.peak())
+    if alive.total() > sum(prediction.at_peak.values()):
+        prediction = replace(prediction, at_peak=alive, phase=phase)
+    in_step = prediction.resident - prediction.device_static
+    resident = prediction.device_static + held + max(in_step, ledger.resident())
+    return replace(prediction, vae=held, resident=resident)
+
+
+def encoding(vae: Any, size: Sequence[int], dtype: torch.dtype) -> MemoryLedger:
+    """The books of one picture's way through a VAE, without gradients.
+
+    Args:
+        vae: On meta; of no use afterwards.
+        size: Height and width in pixels.
+        dtype: What it computes in.
+    """
+    ledger = MemoryLedger()
+    simulation = Simulation(ledger)
+    simulation.fake_parameters(vae, lambda _, parameter: (parameter.shape, dtype))
+    watch_modules(vae, simulation)
+    with torch.no_grad(), simulation, simulation.phase("encoding of pictures"):
+        posterior_of(vae, simulation.empty((3, *size), dtype))
+    return ledger
 
 
 # --- the frozen reference ---------------------------------------------------------------------------------------------

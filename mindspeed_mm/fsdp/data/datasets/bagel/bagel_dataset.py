@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     TooLongError,
 )
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.datasets.bagel.features import PictureFeatures
 from mindspeed_mm.fsdp.data.datasets.bagel.parts import (
     Marks,
     RowPart,
@@ -76,7 +77,8 @@ class BagelDataset(MMDataset):
     (`image`, `captions`) and of edits (`image_list`, `instruction_list`), as the published parquet files have them.
 
     Args:
-        basic_param: Which rows, and which share of conditions is left out.
+        basic_param: Which rows, and which share of conditions is left out; with `features_dir`, latents of pictures are
+            not made of their pixels.
         preprocess_param: The model's folder, and sizes of pictures.
         dataset_param: The whole section; its `attr` says where a conversation keeps what.
 
@@ -101,6 +103,9 @@ class BagelDataset(MMDataset):
         self.row_numbers = self._rows.row_numbers
         self.processor: Any = load_processor(str(self.folder))
         self.draw_seed, self._notes = 0, NotesReported()
+        features_dir = basic_param.get("features_dir")
+        self.is_raw = features_dir is None
+        self._features = None if features_dir is None else PictureFeatures(Path(features_dir), self.folder)
         self.read_settings(basic_param, preprocess_param)
 
     def read_settings(self, basic_param: BasicParameters, preprocess_param: PreprocessParameters) -> None:
@@ -218,13 +223,34 @@ class BagelDataset(MMDataset):
         if leaves_out:
             row.pass_over_picture()
             return
-        picture = self.media.load_image(part.content)
-        rule = self._seen_size if part.kind == "seen" else self._latent_size
-        pixels = resized(picture, rule(picture.height, picture.width, pictures if part.kind == "seen" else 1))
         if part.kind == "seen":
-            row.add_seen(pixels, rule.stride)
+            picture = self.media.load_image(part.content)
+            size = self._seen_size(picture.height, picture.width, pictures)
+            row.add_seen(resized(picture, size), self._seen_size.stride)
+        elif self._features is None:
+            row.add_latents(self.latent_pixels(part.content), self._latent_size.stride, is_drawn=part.kind == "drawn")
         else:
-            row.add_latents(pixels, rule.stride, is_drawn=part.kind == "drawn")
+            content, size = self.latent_picture(part.content)
+            posterior = self._features.posterior(content, size)
+            row.add_posterior(posterior, size, self._latent_size.stride, is_drawn=part.kind == "drawn")
+
+    # --- pictures that have latents ----------------------------------------------------------------------------------
+
+    def latent_sources(self, index: int) -> list[Any]:
+        """The pictures of a row that have latents in any epoch, as `MediaLoader` takes them. Raises `DataError` for a
+        row that does not fit."""
+        return [part.content for part in self._parts_of(index, None) if part.kind in ("given", "drawn")]
+
+    def latent_picture(self, source: Any) -> tuple[bytes, tuple[int, int]]:
+        """The bytes of such a picture, and the height and width that it is brought to. Raises `DataError` as `media`
+        does."""
+        header: Any = self.media.probe("image", source)
+        return self.media.read(source)[0], self._latent_size(header.height, header.width)
+
+    def latent_pixels(self, source: Any) -> torch.Tensor:
+        """(3, H, W) uint8 of such a picture, in that size."""
+        picture = self.media.load_image(source)
+        return resized(picture, self._latent_size(picture.height, picture.width))
 
     def _ids_of(self, text: str) -> list[int]:
         """Its tokens; marks that are written in it are spelled out."""

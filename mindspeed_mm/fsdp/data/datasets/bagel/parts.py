@@ -153,6 +153,7 @@ class TokenRow:
     patches: list[torch.Tensor] = field(default_factory=list)
     grids: list[tuple[int, int, int]] = field(default_factory=list)
     pixels: list[torch.Tensor] = field(default_factory=list)
+    posteriors: list[torch.Tensor] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     position: int = 0
@@ -174,10 +175,17 @@ class TokenRow:
     def add_latents(self, pixels: torch.Tensor, side: int, *, is_drawn: bool) -> None:
         """A picture (3, H, W) uint8 that has latents, a token for each square of `side` pixels."""
         self.pixels.append(pixels.flatten())
-        self.sizes.append((pixels.shape[1], pixels.shape[2]))
+        self._add_latents((pixels.shape[1], pixels.shape[2]), side, is_drawn)
+
+    def add_posterior(self, posterior: torch.Tensor, size: tuple[int, int], side: int, *, is_drawn: bool) -> None:
+        """The same of a picture of this height and width, whose latents are drawn from (2, C, h, w)."""
+        self.posteriors.append(posterior.flatten())
+        self._add_latents(size, side, is_drawn)
+
+    def _add_latents(self, size: tuple[int, int], side: int, is_drawn: bool) -> None:
+        self.sizes.append(size)
         self.drawn.append(is_drawn)
-        tokens = (pixels.shape[1] // side) * (pixels.shape[2] // side)
-        self._add_picture(tokens, LATENT, is_noised=is_drawn)
+        self._add_picture((size[0] // side) * (size[1] // side), LATENT, is_noised=is_drawn)
 
     def pass_over_picture(self) -> None:
         """A picture that is left out: what follows stands where it would stand."""
@@ -197,10 +205,12 @@ class TokenRow:
             found["loss_weights"] = counts
         if self.patches:
             found |= {"pixel_values": torch.cat(self.patches), "image_grid_thw": torch.tensor(self.grids)}
-        if self.pixels:
-            seeds = [derive_seed(self.seed, number) >> 1 for number in range(len(self.pixels))]
+        for name, contents in (("picture_pixels", self.pixels), ("picture_posteriors", self.posteriors)):
+            if contents:
+                found[name] = torch.cat(contents)
+        if self.sizes:
+            seeds = [derive_seed(self.seed, number) >> 1 for number in range(len(self.sizes))]
             found |= {
-                "picture_pixels": torch.cat(self.pixels),
                 "picture_sizes": torch.tensor(self.sizes),
                 "picture_is_drawn": torch.tensor(self.drawn),
                 "picture_seeds": torch.tensor(seeds),
