@@ -94,9 +94,4 @@ def put_pairs_of_videos(reading: Reading, root: Node) -> list[str]:
             draft.problem(what, entry.node.place, "Write that.")
     draft.fill(f"{_BASIC}.cutoff_len", _LONGEST, "no question is cut")
     reading.settled.add("seq_length")
-    return [*taken, *(name for name in _inference(root))]
-
-
-def _inference(root: Node) -> list[str]:
-    """What `inference_videoalign.py` reads itself."""
-    return ["inference_param"] if find(root, "inference_param") is not None else []
+    return [*taken, "inference_param"]  # inference_videoalign.py reads that itself

@@ -24,7 +24,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.rewardvideo import video_questions
 from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import frame_numbers, question
-from mindspeed_mm.fsdp.loss.reward_pairs import RewardObjective
+from mindspeed_mm.fsdp.loss.reward_pairs import RewardPairObjective
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -224,7 +224,7 @@ def test_a_step_is_that_of_the_published_loss(run: Path, name: str, output_dim: 
         expected = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         for split in ([(0, 1, 2, 3)], [(0,), (1, 2, 3)]):
             model.zero_grad()
-            objective = RewardObjective(model)
+            objective = RewardPairObjective(model)
             batches = [objective.prepare(batch_of(run, *numbers)) for numbers in split]
             counts = objective.count(batches)
             assert counts == {"loss": 12, "rewards/margins": chosen, "rewards/accuracies": chosen}
@@ -250,7 +250,7 @@ def test_rows_that_fill_up_count_for_nothing(run: Path) -> None:
 
     batch = batch_of(run, 0, 3)
     _blank(batch, 1)
-    objective = RewardObjective(loaded(run))
+    objective = RewardPairObjective(loaded(run))
     assert objective.count([objective.prepare(batch)])["loss"] == 3
 
 

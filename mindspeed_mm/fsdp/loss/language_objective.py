@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.loss.objectives import (
     build_objective,
     code_heads,
 )
-from mindspeed_mm.fsdp.loss.reward_pairs import RewardObjective, scores_videos
+from mindspeed_mm.fsdp.loss.reward_pairs import RewardPairObjective, scores_videos
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -65,7 +65,7 @@ def build_language_objective(
             only words.
     """
     if scores_videos(model):
-        return RewardObjective(model)
+        return RewardPairObjective(model)
     loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
     objective: Objective = build_objective(loss_cfg.loss_type, model, head)
     if model_args.mtp_num_layers:

@@ -50,7 +50,7 @@ REWARD_LOSSES: Mapping[str, RewardLoss] = {
 """Name in `reward_loss` of a model's configuration → the loss."""
 
 
-class RewardObjective:
+class RewardPairObjective:
     """The mean over all pairs and dimensions; as published, those of which nothing is known count, with a loss of 0.
 
     In the log only: `rewards/margins`, by how much the better side has more, and `rewards/accuracies`, how often it

@@ -23,7 +23,7 @@ _SIDES = ("A", "B")
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Accuracies:
     """How often scores say what people say of pairs, in one dimension."""
 
     with_ties: float | None
@@ -32,7 +32,7 @@ class Agreement:
     """Share of the pairs that people call no tie."""
 
 
-def agreement(choices: Sequence[int], differences: Sequence[float]) -> Agreement:
+def agreement(choices: Sequence[int], differences: Sequence[float]) -> Accuracies:
     """Compare choices with differences of scores.
 
     Args:
@@ -40,7 +40,7 @@ def agreement(choices: Sequence[int], differences: Sequence[float]) -> Agreement
         differences: Score of the first minus that of the second.
     """
     if not choices:
-        return Agreement(None, None)
+        return Accuracies(None, None)
     pairs = list(zip(choices, differences, strict=True))
     best = 0
     for threshold in {abs(difference) for difference in differences}:
@@ -53,10 +53,10 @@ def agreement(choices: Sequence[int], differences: Sequence[float]) -> Agreement
         best = max(best, right)
     told = [(choice, difference) for choice, difference in pairs if choice]
     without = sum(choice * difference > 0 for choice, difference in told) / len(told) if told else None
-    return Agreement(best / len(pairs), without)
+    return Accuracies(best / len(pairs), without)
 
 
-def score_table(scorer: VideoScorer, table: Path, out: Path, attributes: Sequence[str] = ()) -> dict[str, Agreement]:
+def score_table(scorer: VideoScorer, table: Path, out: Path, attributes: Sequence[str] = ()) -> dict[str, Accuracies]:
     """Score each video of a table once, and write the scores; with `attributes`, compare pairs with people's choices.
 
     Args:
@@ -107,7 +107,9 @@ def _paired(rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str,
     return found
 
 
-def _agreement_of(rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str, float]], name: str) -> Agreement:
+def _agreement_of(
+    rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str, float]], name: str
+) -> Accuracies:
     choices, differences = [], []
     for row in rows:
         if (choice := _CHOICES.get(row.get(name))) is not None:  # type: ignore[arg-type]
