@@ -83,6 +83,7 @@ KEPT_APART = {
         "fsdp.data.dataloader.pairing",
         "fsdp.loss.code_heads",
         "fsdp.loss.drawn_pictures",
+        "fsdp.loss.reward_pairs",
         "fsdp.models.mimov2_5.audio_codes",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.talking",

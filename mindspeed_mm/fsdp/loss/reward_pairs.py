@@ -1,4 +1,4 @@
-"""Training of a reward model on pairs of videos, each compared in K dimensions (VideoAlign, arXiv:2501.13918).
+"""Training of a reward model on pairs of videos, each compared in K dimensions (arXiv:2501.13918).
 
 P pairs are 2P rows of a micro-batch: those of the first sides, then those of the second. d is the score of the first
 minus that of the second, (P, K). A choice is 1 where the first is better, -1 where the second is, 0 for a tie, and
