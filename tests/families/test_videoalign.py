@@ -9,6 +9,7 @@ import csv
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mindspeed_mm import inference_videoalign, pretrain_videoalign
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.rewardvideo import video_questions
@@ -30,12 +32,15 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import ClipFrames
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, build_reward
+from mindspeed_mm.fsdp.posttrain_rewards.videoalign import VideoScorer
+from mindspeed_mm.provider.translate import from_flags
 from mindspeed_mm.tasks.evaluate.videos import agreement
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
+from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import mm, tensors, train
 from tests.helpers.tiny_videoalign import CHOICES, MARKS, write_released, write_reward_run
 
@@ -245,11 +250,9 @@ def test_a_step_is_that_of_the_published_loss(run: Path, name: str, output_dim: 
 
 
 def test_rows_that_fill_up_count_for_nothing(run: Path) -> None:
-    """As the loader fills up the last micro-batch of a validation: their labels are taken out."""
-    from mindspeed_mm.fsdp.data.dataloader.fetch import _blank
-
+    """As the loader fills up the last micro-batch of a validation: the labels of both their sides are taken out."""
     batch = batch_of(run, 0, 3)
-    _blank(batch, 1)
+    batch["labels"][[1, 3]] = -100
     objective = RewardPairObjective(loaded(run))
     assert objective.count([objective.prepare(batch)])["loss"] == 3
 
@@ -450,8 +453,6 @@ def test_a_reward_is_the_weighted_sum_of_normalised_scores(run: Path, reward_fol
     clips = [ClipFrames(decoded(run.parent / "rows" / name), 4.0) for name in names]
     judged = Judged(["one", "two"], clips, [{}, {}])
     found = build_reward("videoalign", 1.0, options)(judged)
-    from mindspeed_mm.fsdp.posttrain_rewards.videoalign import VideoScorer
-
     plain = VideoScorer(str(reward_folder), norm=False, dtype="float64", batch_size=2, root=run.parent / "rows")
     raw = plain.scores(names, ["one", "two"])
     norm = {"VQ": (3.0, 2.0), "MQ": (1.0, 0.5), "TA": (2.0, 4.0)}
@@ -490,6 +491,97 @@ def test_what_is_no_clip_and_what_is_no_model_of_rewards_is_told(run: Path, rewa
     for settings, says in (({"weights": {"XQ": 1}}, "'XQ' is not one of"), ({"norm_param": {"VQ_mean": 1}}, "VQ: ")):
         with pytest.raises(ConfigError, match=says):
             build_reward("videoalign", 1.0, {"path": str(reward_folder), **settings})
+
+
+# --- the documents' launch --------------------------------------------------------------------------------------------
+
+
+def launch_files(root: Path, rows: Path, model: Path, **preprocess: Any) -> list[str]:
+    """data.json and model.json with the keys of MindSpeed-MM's example, and its flags."""
+    data = {
+        "dataset_param": {
+            "dataset_type": "rewardvideo",
+            "preprocess_parameters": {
+                "model_name_or_path": str(model), "split_special_tokens": True, "eval_dim": ["VQ", "MQ", "TA"],
+                "prompt_template_type": "detailed_special", "use_tied_data": True, "sample_type": "uniform",
+                "fps": 2.0, "video_reader_type": "DecordVideo", **PIXELS, **preprocess,
+            },
+            "basic_parameters": {"data_path": str(rows / "pairs.csv"), "data_folder": str(rows)},
+        },
+        "inference_param": {
+            "data_folder": str(rows), "data_path": str(rows / "pairs.csv"), "save_path": str(root / "scores"),
+            "task": "evaluate", "reward_attributes": ["VQ", "TA"], "use_norm": True,
+            "norm_param": {"VQ_mean": 1.0, "VQ_std": 2.0, "MQ_mean": 0.0, "MQ_std": 1.0, "TA_mean": 0.0, "TA_std": 1.0},
+        },
+        "dataloader_param": {"dataloader_mode": "sampler", "shuffle": False,
+                             "collate_param": {"model_name": "videoalign"}},
+    }  # fmt: skip
+    model_json = {
+        "model_id": "videoalign", "output_dim": 1, "reward_token": "special", "loss_type": "btt",
+        "lora_apply_modules": ["text_decoder"], "lora_mixed_training": True,
+        "image_encoder": {"vision_encoder": {"model_id": "videoalign_vit", "num_layers": 2, "hidden_size": 48}},
+        "text_decoder": {"model_id": "videoalign_lm", "num_layers": 2, "hidden_size": 32},
+    }  # fmt: skip
+    for name, content in (("data", data), ("model", model_json)):
+        (root / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return ["--mm-data", str(root / "data.json"), "--mm-model", str(root / "model.json"), "--load", str(model),
+            "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "1", "--seq-length", "16", "--num-workers", "0",
+            "--no-shuffle",
+            "--lora-r", "2", "--lora-alpha", "4", "--lora-target-modules", "linear_proj", "q_proj"]  # fmt: skip
+
+
+def test_the_documents_files_say_what_is_trained(run: Path, reward_folder: Path, tmp_path: Path) -> None:
+    words = launch_files(tmp_path, run.parent / "rows", reward_folder)
+    arguments = from_flags([*words, "--save", str(tmp_path / "run")], {}).arguments
+    assert (arguments.model.model_id, arguments.model.model_name_or_path) == ("videoalign", str(reward_folder))
+    assert arguments.training.load is None
+    lora = arguments.training.lora
+    assert lora.target_modules == ("o_proj", "q_proj") and lora.modules_to_save == ("rm_head", "model.visual")
+    param = arguments.data.dataset_param
+    assert (param.dataset_type, param.preprocess_parameters.video_fps) == ("rewardvideo", 2.0)
+    assert param.basic_parameters.cutoff_len == 65536  # --seq-length cuts nothing
+    assert arguments.model["output_dim"] == 1 and arguments.model["reward_loss"] == "btt"
+    for change, says in (({"eval_dim": ["VQ"]}, "eval_dim is"), ({"prompt_template_type": "none"}, "detailed_special")):
+        words = launch_files(tmp_path, run.parent / "rows", reward_folder, **change)
+        with pytest.raises(ConfigError, match=says):
+            from_flags(words, {})
+
+
+@pytest.mark.slow
+def test_the_documents_entries_train_and_score(
+    run: Path, reward_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = launch_files(tmp_path, run.parent / "rows", reward_folder)
+    for entry, more in ((pretrain_videoalign, ["--save", str(tmp_path / "run")]), (inference_videoalign, [])):
+        monkeypatch.setattr(sys, "argv", [f"{entry.__name__}.py", *words, *more])
+        entry.main()
+    assert (tmp_path / "run" / "iter_0000001").is_dir()
+    assert "VQ: accuracy with ties" in capsys.readouterr().out
+    with (tmp_path / "scores" / "reward_out_single.csv").open(encoding="utf-8", newline="") as file:
+        scores = {row["path"]: float(row["reward_VQ"]) for row in csv.DictReader(file)}
+    plain = VideoScorer(str(reward_folder), norm=False, dtype="float32", root=run.parent / "rows")
+    (expected,) = plain.scores(["0_A.mp4"], [rows_of(run)[0]["prompt"]])
+    assert scores["0_A.mp4"] == pytest.approx((expected["VQ"] - 1) / 2, rel=1e-4)
+    assert len(scores) == 2 * len(CHOICES)
+    told = json.loads((tmp_path / "scores" / "eval_accuracy.json").read_text())
+    assert told.keys() == {"VQ Accuracy", "TA Accuracy"}
+
+
+def test_the_example_holds_on_a_small_folder(run: Path, reward_folder: Path, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "videoalign" / "videoalign_2B_config.yaml"
+    basic = "data.dataset_param.basic_parameters"
+    said = mm("check", example, f"model.model_name_or_path={reward_folder}",
+              f"{basic}.dataset={run.parent / 'rows' / 'pairs.csv'}", f"training.save={tmp_path / 'run'}")  # fmt: skip
+    assert said.code == 0, said.out + said.err
+    assert "fails" not in said.out and "could not be simulated" not in said.out
+
+
+def test_names_and_shapes_are_those_of_qwen2_vl_without_its_head_of_words(run: Path) -> None:
+    """And `rm_head.weight`, as the published class has it."""
+    model, differing_entries = model_of_record(type(loaded(run)), "qwen2-vl-2b")
+    assert differing_entries == []
+    assert tuple(model.rm_head.weight.shape) == (1, 1536) and not hasattr(model, "lm_head")
+    assert billions(model) == pytest.approx(2.209, rel=0.001)
 
 
 def test_agreement_with_people() -> None:
