@@ -486,6 +486,8 @@ def test_what_is_no_clip_and_what_is_no_model_of_rewards_is_told(run: Path, rewa
     reward = build_reward("videoalign", 1.0, {"path": str(reward_folder), "dtype": "float32"})
     with pytest.raises(DataError, match="the sample is a picture"):
         reward(Judged(["one"], [Image.new("RGB", (32, 32))], [{}]))
+    with pytest.raises(ConfigError, match="how fast they are shown"):
+        reward(Judged(["one"], [[Image.new("RGB", (32, 32))] * 4], [{}]))
     with pytest.raises(MMError, match="is not VideoAlign's model"):
         build_reward("videoalign", 1.0, {"path": str(run.parent / "model")})
     for settings, says in (({"weights": {"XQ": 1}}, "'XQ' is not one of"), ({"norm_param": {"VQ_mean": 1}}, "VQ: ")):

@@ -147,7 +147,8 @@ class VideoAlignReward(VideoScorer):
     Args:
         path: As of `VideoScorer`, like the others that are not told here.
         weights: Of the dimensions: `{VQ: 1, MQ: 1, TA: 1}`, the published overall score.
-        fps: Frames a second of the clips that are judged.
+        fps: Frames a second of the clips that are judged, where they do not say it themselves: those of a generator in
+            training do not.
         norm: As of `VideoScorer`.
         norm_param: As of `VideoScorer`.
         batch_size: As of `VideoScorer`.
@@ -159,7 +160,7 @@ class VideoAlignReward(VideoScorer):
         self,
         path: str,
         weights: Mapping[str, float] | None = None,
-        fps: float = 16.0,
+        fps: float | None = None,
         norm: bool = True,
         norm_param: Mapping[str, float] | None = None,
         batch_size: int = 1,
@@ -177,6 +178,7 @@ class VideoAlignReward(VideoScorer):
 
         Raises:
             DataError: A sample is a picture.
+            ConfigError: The rate of a clip is not known.
         """
         clips = [self._seen(completion) for completion in completions]
         found = self.scores(clips, prompts)
@@ -187,9 +189,15 @@ class VideoAlignReward(VideoScorer):
         if not isinstance(completion, list | tuple):
             way_out = "It judges clips alone: take pickscore or hps_v2 for pictures."
             raise DataError("the sample is a picture", key=KEY, way_out=way_out)
-        wanted = self._questions.preprocess.video_fps
+        rate, wanted = rate_of(completion) or self._fps, self._questions.preprocess.video_fps
+        if rate is None:
+            what, way_out = (
+                "is needed: clips do not say how fast they are shown",
+                "Set the rate that clips are made for.",
+            )
+            raise ConfigError(what, key=f"{_SETTINGS}.fps", way_out=way_out)
         assert wanted is not None
-        numbers = frame_numbers(len(completion), rate_of(completion) or self._fps, wanted)
+        numbers = frame_numbers(len(completion), rate, wanted)
         return [_as_png(completion[number]) for number in numbers]
 
 
