@@ -42,6 +42,7 @@ from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import mm, tensors, train
+from tests.helpers.tiny_rollout_run import make_tiny_rollout_run
 from tests.helpers.tiny_videoalign import CHOICES, MARKS, write_released, write_reward_run
 
 import transformers  # isort: skip  (after the guard of the lines above)
@@ -105,7 +106,8 @@ def test_the_question_is_the_published_one() -> None:
     ("frames", "fps", "wanted", "seen"),
     [
         (126, 24.0, 2.0, [0, 14, 28, 42, 56, 69, 83, 97, 111, 125]),  # 10.5 frames at 2 a second
-        (9, 4.0, 2.0, [0, 3, 5, 8]),  # at least 4
+        (9, 4.0, 2.0, [0, 3, 5, 8]),  # 4.5 frames, an even number
+        (9, 8.0, 2.0, [0, 3, 5, 8]),  # at least 4
         (3, 4.0, 2.0, [0, 2]),  # of 3 an even number
         (5, 1.0, 2.0, [0, 1, 3, 4]),
         (152, 30.0, 1.0, [0, 30, 60, 91, 121, 151]),  # 5.07 is 6: half of it, rounded, twice
@@ -480,6 +482,20 @@ def test_the_verb_scores_clips_of_rows(run: Path, reward_folder: Path, tmp_path:
     clips = [ClipFrames(decoded(run.parent / "rows" / name), 4.0) for name in names]
     expected = reward(Judged(["one", "one"], clips, [{}, {}]))
     assert [row["score"], row["score_rejected"]] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_generator_of_clips_learns_from_it(reward_folder: Path, tmp_path: Path) -> None:
+    settings = {"path": str(reward_folder), "dtype": "float32", "fps": 4}
+    posttrain = {"rewards": [{"name": "videoalign", "settings": settings}]}
+    yaml = make_tiny_rollout_run(tmp_path, "t2v", posttrain=posttrain, training={"train_iters": 1})
+    train(yaml, tmp_path / "run")
+    (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    samples = list(map(json.loads, (tmp_path / "run" / "rollouts" / "rollout_0000000.jsonl").read_text().splitlines()))
+    rewards = [sample["reward"] for sample in samples if "reward" in sample]
+    assert len(rewards) == 8 and len(set(rewards)) > 1
+    assert record["reward"] == pytest.approx(sum(rewards) / 8, rel=1e-5)
+    assert record["grad_norm"] > 0
 
 
 def test_what_is_no_clip_and_what_is_no_model_of_rewards_is_told(run: Path, reward_folder: Path) -> None:
