@@ -43,7 +43,7 @@ from tests.helpers.planned_steps import train_steps
 from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import mm, tensors, train
 from tests.helpers.tiny_rollout_run import make_tiny_rollout_run
-from tests.helpers.tiny_videoalign import CHOICES, MARKS, write_released, write_reward_run
+from tests.helpers.tiny_videoalign import CHOICES, MARKS, launch_files, write_released, write_reward_run
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -514,42 +514,8 @@ def test_what_is_no_clip_and_what_is_no_model_of_rewards_is_told(run: Path, rewa
 # --- the documents' launch --------------------------------------------------------------------------------------------
 
 
-def launch_files(root: Path, rows: Path, model: Path, **preprocess: Any) -> list[str]:
-    """data.json and model.json with the keys of MindSpeed-MM's example, and its flags."""
-    data = {
-        "dataset_param": {
-            "dataset_type": "rewardvideo",
-            "preprocess_parameters": {
-                "model_name_or_path": str(model), "split_special_tokens": True, "eval_dim": ["VQ", "MQ", "TA"],
-                "prompt_template_type": "detailed_special", "use_tied_data": True, "sample_type": "uniform",
-                "fps": 2.0, "video_reader_type": "DecordVideo", **PIXELS, **preprocess,
-            },
-            "basic_parameters": {"data_path": str(rows / "pairs.csv"), "data_folder": str(rows)},
-        },
-        "inference_param": {
-            "data_folder": str(rows), "data_path": str(rows / "pairs.csv"), "save_path": str(root / "scores"),
-            "task": "evaluate", "reward_attributes": ["VQ", "TA"], "use_norm": True,
-            "norm_param": {"VQ_mean": 1.0, "VQ_std": 2.0, "MQ_mean": 0.0, "MQ_std": 1.0, "TA_mean": 0.0, "TA_std": 1.0},
-        },
-        "dataloader_param": {"dataloader_mode": "sampler", "shuffle": False,
-                             "collate_param": {"model_name": "videoalign"}},
-    }  # fmt: skip
-    model_json = {
-        "model_id": "videoalign", "output_dim": 1, "reward_token": "special", "loss_type": "btt",
-        "lora_apply_modules": ["text_decoder"], "lora_mixed_training": True,
-        "image_encoder": {"vision_encoder": {"model_id": "videoalign_vit", "num_layers": 2, "hidden_size": 48}},
-        "text_decoder": {"model_id": "videoalign_lm", "num_layers": 2, "hidden_size": 32},
-    }  # fmt: skip
-    for name, content in (("data", data), ("model", model_json)):
-        (root / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    return ["--mm-data", str(root / "data.json"), "--mm-model", str(root / "model.json"), "--load", str(model),
-            "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "1", "--seq-length", "16", "--num-workers", "0",
-            "--no-shuffle",
-            "--lora-r", "2", "--lora-alpha", "4", "--lora-target-modules", "linear_proj", "q_proj"]  # fmt: skip
-
-
 def test_the_documents_files_say_what_is_trained(run: Path, reward_folder: Path, tmp_path: Path) -> None:
-    words = launch_files(tmp_path, run.parent / "rows", reward_folder)
+    words = launch_files(tmp_path, run.parent / "rows", reward_folder, **PIXELS)
     arguments = from_flags([*words, "--save", str(tmp_path / "run")], {}).arguments
     assert (arguments.model.model_id, arguments.model.model_name_or_path) == ("videoalign", str(reward_folder))
     assert arguments.training.load is None
@@ -560,7 +526,7 @@ def test_the_documents_files_say_what_is_trained(run: Path, reward_folder: Path,
     assert param.basic_parameters.cutoff_len == 65536  # --seq-length cuts nothing
     assert arguments.model["output_dim"] == 1 and arguments.model["reward_loss"] == "btt"
     for change, says in (({"eval_dim": ["VQ"]}, "eval_dim is"), ({"prompt_template_type": "none"}, "detailed_special")):
-        words = launch_files(tmp_path, run.parent / "rows", reward_folder, **change)
+        words = launch_files(tmp_path, run.parent / "rows", reward_folder, **PIXELS, **change)
         with pytest.raises(ConfigError, match=says):
             from_flags(words, {})
 
@@ -569,7 +535,7 @@ def test_the_documents_files_say_what_is_trained(run: Path, reward_folder: Path,
 def test_the_documents_entries_train_and_score(
     run: Path, reward_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = launch_files(tmp_path, run.parent / "rows", reward_folder)
+    words = launch_files(tmp_path, run.parent / "rows", reward_folder, **PIXELS)
     for entry, more in ((pretrain_videoalign, ["--save", str(tmp_path / "run")]), (inference_videoalign, [])):
         monkeypatch.setattr(sys, "argv", [f"{entry.__name__}.py", *words, *more])
         entry.main()
@@ -608,3 +574,4 @@ def test_agreement_with_people() -> None:
     assert found.with_ties == pytest.approx(3 / 4)
     assert found.without_ties == pytest.approx(2 / 3)
     assert agreement([], []).with_ties is None
+    assert agreement([0], [0.9]).with_ties == 1.0  # a difference as large as the threshold is a tie

@@ -133,3 +133,37 @@ def write_released(model: Path, root: Path) -> Released:
     }
     (root / "model_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return Released(root, expected)
+
+
+def launch_files(root: Path, rows: Path, model: Path, **preprocess: Any) -> list[str]:
+    """data.json and model.json with the keys of MindSpeed-MM's example, and its flags."""
+    data = {
+        "dataset_param": {
+            "dataset_type": "rewardvideo",
+            "preprocess_parameters": {
+                "model_name_or_path": str(model), "split_special_tokens": True, "eval_dim": ["VQ", "MQ", "TA"],
+                "prompt_template_type": "detailed_special", "use_tied_data": True, "sample_type": "uniform",
+                "fps": 2.0, "video_reader_type": "DecordVideo", **preprocess,
+            },
+            "basic_parameters": {"data_path": str(rows / "pairs.csv"), "data_folder": str(rows)},
+        },
+        "inference_param": {
+            "data_folder": str(rows), "data_path": str(rows / "pairs.csv"), "save_path": str(root / "scores"),
+            "task": "evaluate", "reward_attributes": ["VQ", "TA"], "use_norm": True,
+            "norm_param": {"VQ_mean": 1.0, "VQ_std": 2.0, "MQ_mean": 0.0, "MQ_std": 1.0, "TA_mean": 0.0, "TA_std": 1.0},
+        },
+        "dataloader_param": {"dataloader_mode": "sampler", "shuffle": False,
+                             "collate_param": {"model_name": "videoalign"}},
+    }  # fmt: skip
+    model_json = {
+        "model_id": "videoalign", "output_dim": 1, "reward_token": "special", "loss_type": "btt",
+        "lora_apply_modules": ["text_decoder"], "lora_mixed_training": True,
+        "image_encoder": {"vision_encoder": {"model_id": "videoalign_vit", "num_layers": 2, "hidden_size": 48}},
+        "text_decoder": {"model_id": "videoalign_lm", "num_layers": 2, "hidden_size": 32},
+    }  # fmt: skip
+    for name, content in (("data", data), ("model", model_json)):
+        (root / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return ["--mm-data", str(root / "data.json"), "--mm-model", str(root / "model.json"), "--load", str(model),
+            "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "1", "--seq-length", "16", "--num-workers", "0",
+            "--no-shuffle",
+            "--lora-r", "2", "--lora-alpha", "4", "--lora-target-modules", "linear_proj", "q_proj"]  # fmt: skip
