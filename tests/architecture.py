@@ -87,6 +87,7 @@ KEPT_APART = {
         "fsdp.loss.code_heads",
         "fsdp.loss.drawn_pictures",
         "fsdp.models.kimi_k3.tiktoken_file",
+        "fsdp.loss.reward_pairs",
         "fsdp.models.mimov2_5.audio_codes",
         "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.talking",

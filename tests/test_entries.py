@@ -51,7 +51,7 @@ def test_entries_stand_at_the_root_too(name: str) -> None:
 
 def test_every_entry_of_a_launch_is_there() -> None:
     at_the_root = {path.stem for path in ROOT.glob("*.py")}
-    assert at_the_root == set(ENTRIES) and len(ENTRIES) == 21
+    assert at_the_root == set(ENTRIES) and len(ENTRIES) == 23
     assert {path.stem for path in FEATURES.glob("get_*.py")} == {
         f"get_{of}_feature" for of in ("sora", "hunyuan", "wan", "vace")
     }

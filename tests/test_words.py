@@ -200,6 +200,7 @@ SAYS = {
     "fsdp/train/provider/entry.py",
     "fsdp/train/run/launched.py",
     "inference_sora.py",
+    "inference_videoalign.py",
     "inference_vlm.py",
     "quickstart/quickstart.py",
     "checkpoint/fsdp/generic_dcp_converter.py",

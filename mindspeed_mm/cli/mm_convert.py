@@ -62,6 +62,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "InternVLConverter": (_MEGATRON, "InternVL 2.5 and 3 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "GlmConverter": (_MEGATRON, "GLM-4.1V ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "DeepSeekVLConverter": (_MEGATRON, "DeepSeek-VL2 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "VideoAlignConverter": (_MEGATRON, "VideoAlign: released files, Hugging Face folder, Megatron-style checkpoint."),
     "LanguageModelConverter": (_MEGATRON, "Llama, Qwen, Mixtral, GLM, DeepSeek alone ↔ Megatron-style checkpoint."),
     "WanConverter": (_GENERATORS, "Wan 2.1 and 2.2: diffusers, the authors' names, MindSpeed-MM's names."),
     "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
@@ -79,10 +80,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "InternVLUConverter": (f"{_ORIGINAL}.internvlu", "InternVL-U: the released folder ↔ one folder, which trains."),
 }
 """Name → (module, help line)."""
-PLANNED = (
-    "VideoAlignConverter",
-    "OpenSoraConverter",
-)
+PLANNED = ("OpenSoraConverter",)
 """Converters of models that are not built here yet."""
 
 USAGE = """\

@@ -115,6 +115,8 @@ BATCH_KEYS: dict[str, str] = {
     "control_latents": "(B, C, T, H, W) latents of a control video and its folded mask",
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
     "prompts": "list of B encoded prompts, which the model answers itself before it is trained on the answers",
+    "reward_places": "(B, K) int64 places in their rows at which scores are read (VideoAlign)",
+    "preferences": "(P, K) int64 of each pair: 1 where the first is better, -1 the second, 0 a tie, 2 where unknown",
     "pairs": "int, how many preference pairs: rows of the chosen answers, then those of the rejected ones",
     "shared_media": "list of keys of media that are held once, by the first of `media_copies` blocks of rows",
     "media_copies": "int, how many blocks of B / media_copies rows show the same media, in the same order",
@@ -123,7 +125,7 @@ BATCH_KEYS: dict[str, str] = {
 
 ENGINE_KEYS = frozenset(
     {"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "fps", "blank_rows", "pairs", "shared_media"}
-    | {"media_copies"}
+    | {"media_copies", "preferences"}
 )
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 

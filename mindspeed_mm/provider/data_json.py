@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at
 from mindspeed_mm.provider.json_tree import entries_at, entries_of, place_at
 from mindspeed_mm.provider.omni_json import put_omni_rows
 from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reward_json import put_pairs_of_videos
 
 _DATASET = "data.dataset_param"
 PROCESSOR = f"{_DATASET}.preprocess_parameters.model_name_or_path"
@@ -29,7 +30,6 @@ _STORED = {"vace": "combine", "sorafeatured": "combine"}
 _NOT_READ = {
     "lumina": "rows of tokens that Lumina-mGPT 2.0's own encoder made; dataset_type lumina_mgpt trains on pictures "
     "themselves (docs/data.md)",
-    "rewardvideo": "rows of VideoAlign, which is not built",
     "dt2v": "media of Open-Sora 2.0, which is not built",
     "dancegrpo": "prompts of posttrain_flux_dancegrpo.py, which reads its flags itself",
 }
@@ -59,6 +59,11 @@ def put_data(reading: Reading, root: Node) -> None:
         if left_out:
             reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
         _note_left_out(reading, root, put_omni_rows(reading, root), "the model's folder says it")
+    elif kind == "rewardvideo":
+        left_out = _put_loader(reading, root)
+        if left_out:
+            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        _note_left_out(reading, root, put_pairs_of_videos(reading, root), "videos are seen as the released model does")
     elif kind in _NOT_READ:
         reading.draft.problem(
             f"dataset_type '{kind}' is for {_NOT_READ[kind]}",

@@ -20,6 +20,7 @@ from mindspeed_mm.provider.model_sizes import compare_language_model, compare_to
 from mindspeed_mm.provider.module_names import HubConfig, names_of
 from mindspeed_mm.provider.omni_json import is_of_omni, put_omni
 from mindspeed_mm.provider.reading import Reading
+from mindspeed_mm.provider.reward_json import folder_of_rewards, is_of_rewards, put_rewards
 
 _DECODER, _TOWER = "text_decoder", "image_encoder.vision_encoder"
 _PROJECTOR, _AUDIO = "image_encoder.vision_projector", "audio_encoder.audio_encoder"
@@ -75,6 +76,8 @@ def put_model(reading: Reading, root: Node) -> None:
     _check_form(reading, root)
     is_library_model = text_at(root, "init_from_hf_path") is not None
     folder = text_at(root, "init_from_hf_path") or _folder_of_data(reading)
+    if is_of_rewards(root):
+        folder = folder_of_rewards(reading, folder)
     if folder is None:
         if find(root, _DECODER) is not None:
             reading.draft.note(
@@ -85,6 +88,8 @@ def put_model(reading: Reading, root: Node) -> None:
     else:
         entry = find(root, "init_from_hf_path")
         place = entry.node.place if entry else reading.draft.place(PROCESSOR)
+        if folder == reading.value("load"):
+            place = reading.place("load")
         reading.draft.put("model.model_name_or_path", folder, place)
     model_id = text_at(root, "model_id") or ""
     if model_id in model_cards():
@@ -104,7 +109,9 @@ def put_model(reading: Reading, root: Node) -> None:
         _put_sizes(reading, root)
         _put_stages(reading, root)
         _put_decoder_loss(reading, root)
-    _put_frozen(reading, root, with_defaults=not is_library_model)
+    if is_of_rewards(root):
+        put_rewards(reading, root)
+    _put_frozen(reading, root, with_defaults=not is_library_model and not is_of_rewards(root))
     _put_kernels(reading, root)
     _put_recomputation(reading, root)
 

@@ -69,7 +69,7 @@ def test_what_print_config_prints_is_taken_back_and_flags_win(
     [
         (["GenericDCPConvertor", "hf_to_dcp"], "Did you mean 'GenericDCPConverter'"),
         (["MOSSTTSConverter", "dcp_to_hf", "--load_dir", "save/iter_0000010"], "is needed"),
-        (["VideoAlignConverter", "hf_to_mm", "--cfg.pt_path", "model.pth"], "is planned"),
+        (["OpenSoraConverter", "hf_to_mm", "--cfg.source_path", "a"], "is planned"),
         (["RecordingConverter", "hf_to_m"], "Did you mean 'hf_to_mm'"),
         (["RecordingConverter", "resplit"], "has no 'resplit'"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dri", "x"], "Did you mean '--cfg.mm_dir'"),

@@ -28,7 +28,6 @@ REFUSED = (
     ),
     Refused("/opensora2.0/", "media of Open-Sora 2.0, which is not built", _PLANNED),
     Refused("/lumina/", "rows of tokens that Lumina-mGPT 2.0's own encoder made", _PLANNED),
-    Refused("/videoalign/", "rows of VideoAlign, which is not built", _PLANNED),
     Refused("/qihoo_t2x/", "starts Qihoo-T2X, which is not built", _PLANNED),
     Refused("/vae/", "starts the training of autoencoders, which is not built", _PLANNED),
 )  # fmt: skip

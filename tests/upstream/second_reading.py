@@ -225,7 +225,7 @@ def _batch(launch: _Launch) -> Iterator[tuple[str, Any]]:
     if flags.has("global-batch-size"):
         at_once = flags.number("micro-batch-size") * launch.world / launch.together
         yield "training.gradient_accumulation_steps", flags.number("global-batch-size") / at_once
-    if flags.has("seq-length") and not launch.draws:
+    if flags.has("seq-length") and not launch.draws and launch.kind != "rewardvideo":  # no question is cut
         yield f"{_BASIC}.cutoff_len", flags.number("seq-length")
     if flags.has("num-workers"):
         yield "data.dataloader_param.num_workers", flags.number("num-workers")

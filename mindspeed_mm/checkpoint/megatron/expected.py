@@ -107,7 +107,9 @@ def check_whole(
 def _lacking_ends(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Iterator[Problem]:
     if "text" in model.depths:
         names = [model.embedding, model.final_norm]
-        if not model.tied_head:
+        if model.in_place_of_head is not None:
+            names += model.in_place_of_head
+        elif not model.tied_head:
             names.append(model.head)
         for name in names:
             if name not in whole:

@@ -73,6 +73,8 @@ class MegatronModel:
     """Routed experts in each layer, which expert parallelism divides."""
     parts_of_layers: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Beginnings of names in a layer → the layers that have them, where not all have."""
+    in_place_of_head: tuple[str, ...] | None = None
+    """Names of what stands where others have the head of words; None: that head."""
     not_carried: tuple[str, ...] = ()
     """Beginnings of the hub's names that this layout has no place for: parts of a larger model."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig, ParallelConfig
+from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig, HfConfig, ParallelConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
 from mindspeed_mm.checkpoint.dcp_folder.reading import step_in
@@ -25,7 +26,10 @@ from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
 from mindspeed_mm.checkpoint.ptd.config import (
     ConvertLoraHFConfig,
     ConvertLoraMMConfig,
+    ConvertReleasedConfig,
+    ConvertRewardMMConfig,
     ResplitConfig,
+    RewardModelConfig,
 )
 from mindspeed_mm.checkpoint.ptd.conversions import (
     adapters_to_hf,
@@ -36,6 +40,7 @@ from mindspeed_mm.checkpoint.ptd.conversions import (
 )
 from mindspeed_mm.checkpoint.ptd.division import check_facts
 from mindspeed_mm.checkpoint.ptd.trained import divide_trained
+from mindspeed_mm.checkpoint.ptd.videoalign import ReleasedFiles, is_reward_model, released_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.terminal import say
@@ -195,6 +200,53 @@ class Qwen2VLConverter(_WithAdapters):
     """Qwen2-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_VL
+
+
+class VideoAlignConverter(_Megatron):
+    """VideoAlign's reward model: released files or Hugging Face folder ↔ Megatron-style checkpoint."""
+
+    family = QWEN2_VL
+
+    def released_to_hf(self, cfg: ConvertReleasedConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
+        """Write the released files, or Qwen2-VL to train from, as a Hugging Face folder; adapters are added.
+
+        Args:
+            cfg: The folders.
+            overwrite: Replace what an earlier conversion wrote to save_hf_dir.
+            verify: Read everything back and compare.
+        """
+        return released_to_hf(
+            _released(cfg.hf_config.hf_dir, cfg.pt_path, cfg.common_model_config),
+            cfg.save_hf_dir,
+            Writing(overwrite, verify),
+        )
+
+    def hf_to_mm(  # type: ignore[override]
+        self, cfg: ConvertRewardMMConfig, overwrite: bool = False, verify: Verify = True
+    ) -> Converted:
+        """Divide a folder of the reward model, or Qwen2-VL to train one from, or the released files among ranks.
+
+        Args:
+            cfg: The folders and the division.
+            overwrite: Replace what an earlier conversion wrote to mm_dir.
+            verify: Read everything back and compare.
+        """
+        if cfg.save_lora_only:
+            way_out = "Leave it out: adapters are added to the weights."
+            raise UsageError("adapters alone are not written", key="cfg.save_lora_only", way_out=way_out)
+        facts, home = cfg.common_model_config, cfg.hf_config.hf_dir
+        cfg.mm_dir.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cfg.mm_dir.parent) as place:
+            if cfg.pt_path is not None or facts.resize_vocab_size is not None or not is_reward_model(home):
+                files = _released(home, cfg.pt_path, facts)
+                home = Path(place) / "whole"
+                released_to_hf(files, home, Writing(verify=verify))
+            whole = cfg.model_copy(update={"hf_config": HfConfig(hf_dir=home)})
+            return self._divided(whole, Writing(overwrite, verify))
+
+
+def _released(hf_dir: Path, pt_path: Path | None, facts: RewardModelConfig) -> ReleasedFiles:
+    return ReleasedFiles(hf_dir, pt_path, facts.model_prefix, facts.resize_vocab_size)
 
 
 class Qwen2_5_VLConverter(_WithAdapters):

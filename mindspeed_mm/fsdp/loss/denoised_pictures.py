@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.models.diffusion.picture_vae import drawn_from
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 Encode = Callable[[torch.Tensor, int | None], torch.Tensor]
 """(pixels (3, H, W) uint8, seed of a draw; None: the likeliest) → latents (C, h, w)."""

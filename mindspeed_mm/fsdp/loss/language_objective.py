@@ -39,6 +39,7 @@ from mindspeed_mm.fsdp.loss.objectives import (
     build_objective,
     code_heads,
 )
+from mindspeed_mm.fsdp.loss.reward_pairs import RewardPairObjective, scores_videos
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -63,6 +64,8 @@ def build_language_objective(
         ConfigError: The model has not what the loss needs: an output head, routers; or it draws, and the loss knows
             only words.
     """
+    if scores_videos(model):
+        return RewardPairObjective(model)
     loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
     objective: Objective = build_objective(loss_cfg.loss_type, model, head)
     if model_args.mtp_num_layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
@@ -22,6 +22,24 @@ def jpeg_size(
         return sign * stream.tell() / 1000
 
     return [sum(map(of, frames)) / len(frames) for frames in map(frames_of, completions)]
+
+
+class ClipFrames(list[Any]):
+    """All frames of a clip whose rate is known.
+
+    Args:
+        frames: PIL pictures.
+        fps: Frames a second.
+    """
+
+    def __init__(self, frames: Iterable[Any], fps: float) -> None:
+        super().__init__(frames)
+        self.fps = fps
+
+
+def rate_of(completion: Any) -> float | None:
+    """Frames a second of a clip; None where it does not say."""
+    return completion.fps if isinstance(completion, ClipFrames) else None
 
 
 def frames_of(completion: Any, most: int | None = None) -> list[Any]:

@@ -50,6 +50,7 @@ _BUILT_IN = {
     "pictures": {
         "jpeg_size": f"{_ROOM}.pictures",
         **dict.fromkeys(("clip_score", "hps_v2", "pickscore"), f"{_ROOM}.clip"),
+        "videoalign": f"{_ROOM}.videoalign",
     },
     "both": {"http": f"{_ROOM}.http", "vlm_judge": f"{_ROOM}.vlm_judge"},
 }

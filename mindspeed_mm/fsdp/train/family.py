@@ -134,9 +134,9 @@ class LanguageFamily(Family):
 
     def trial_options(self, model: nn.Module) -> str | None:
         """What such models are asked, by their family's card."""
-        names = {each.__name__ for each in type(model).__mro__}
-        for card in families():
-            if card.model_class.rpartition(".")[2] in names:
+        cards = {card.model_class.rpartition(".")[2]: card for card in families()}
+        for each in type(model).__mro__:  # a family that is built on another one goes before it
+            if (card := cards.get(each.__name__)) is not None:
                 return _QUESTIONS.get(card.task)
         return _QUESTIONS["text"]
 

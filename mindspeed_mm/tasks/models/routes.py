@@ -83,7 +83,7 @@ _ELSEWHERE = {
         "llama.cpp.",
     ),
     ("rewardmodel",): (
-        "no reward model is trained here",
+        "no reward model of answers or pictures is trained here, only one of videos (`mm models videoalign`)",
         "Train on the pairs directly by `mm posttrain dpo run.yaml`, or use a reward function, a judge or a served "
         "reward model in posttrain.rewards of `mm posttrain grpo run.yaml`: docs/posttrain.md.",
     ),

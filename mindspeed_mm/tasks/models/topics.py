@@ -207,6 +207,18 @@ TASKS: dict[str, Topic] = {
         "docs/generation.md",
         recipes=_AS_USUAL,
     ),
+    "reward": Topic(
+        "Score videos, and learn to from pairs of them",
+        ("videoreward", "scoring", "rewards-of-videos"),
+        {
+            **_TRAIN,
+            "write a folder that posttrain.rewards takes": "mm export runs/mine exported",
+            "score videos": "mm posttrain score run.yaml videos.jsonl --out scores.jsonl",
+        },
+        "docs/posttrain.md",
+        "it judges clips of generators as the reward videoalign of `mm posttrain grpo`",
+        recipes=_AS_USUAL,
+    ),
     "unify": Topic(
         "Answer questions about pictures, draw and edit them by one model",
         ("unif", "interleav", "t2i", "draw", "paint", "image", "picture", "photo", "genera", "edit", "retouch"),
@@ -496,6 +508,5 @@ PLANNED = {
     "opensora2.0": "Open-Sora 2.0, text and image to video",
     "qihoo_t2x": "Qihoo-T2X, text to image and video",
     "vae": "VAE, training of the autoencoders of videos",
-    "videoalign": "VideoAlign, rewards of videos",
 }
 """Name → title of families that no library has in a form that trains, and that are not built here yet."""

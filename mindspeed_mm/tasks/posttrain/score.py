@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ _TEXTS = ("completion", "text", "response")
 _PICTURE = "file"
 _is_scored = first_line_has("score", "scores", beside_others=True)
 _is_histogram = first_line_has("bin_edges", "counts")
+_CLIPS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+_EVERY_FRAME_FPS = 1e6
 _AT_A_TIME = 64
 """Rows whose samples are in memory together."""
 
@@ -43,13 +46,13 @@ class ScoreOutcome:
 
 
 def run(request: ScoreRequest, *, say: Callable[[int], None] = lambda _rows: None) -> ScoreOutcome:
-    """Score each row's sample, `file` (a picture) or `completion`, and where there is one `file_rejected`.
+    """Score each row's sample, `file` (a picture or a clip) or `completion`, and where there is one `file_rejected`.
 
     A row is written as it is, with `score`, the weighted sum, and `scores` by reward; those of a rejected sample end in
     `_rejected`.
 
     Args:
-        request: A YAML whose `posttrain.rewards` judge, rows (JSONL, JSON, CSV or parquet; pictures lie beside them),
+        request: A YAML whose `posttrain.rewards` judge, rows (JSONL, JSON, CSV or parquet; media lie beside them),
             and the files to write.
         say: Told how many rows are done.
 
@@ -104,21 +107,25 @@ def _output(path: Path, key: str, others: Sequence[Path], is_ours: IsOurs) -> Pa
 
 def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     """The rows with their scores."""
-    from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+    from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipRule
+    from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
     from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
     from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
     from mindspeed_mm.fsdp.utils.device import current_device
 
-    reader, media = open_reader(path), MediaLoader(path.absolute().parent, called="the folder of ROWS")
-    rewards = build_rewards(arguments, current_device())
-    for first in range(0, len(reader), _AT_A_TIME):
-        asked = []
-        for number in range(first, min(first + _AT_A_TIME, len(reader))):
-            asked.append(_RowToScore(dict(reader.read(number)), str(reader.place(number))))
+    every_frame = MediaLimits(clip=ClipRule(fps=_EVERY_FRAME_FPS, most_frames=sys.maxsize))
+    media = MediaLoader(path.absolute().parent, limits=every_frame, called="the folder of ROWS")
+    reader, rewards = open_reader(path), build_rewards(arguments, current_device())
+    asked: list[_RowToScore] = []
+    for number in range(len(reader)):
+        asked.append(_RowToScore(dict(reader.read(number)), str(reader.place(number))))
+        if len(asked) < _AT_A_TIME and number + 1 < len(reader) and not asked[-1].has_clip:
+            continue
         _score(rewards, asked, "", media)
         _score(rewards, [each for each in asked if f"{_PICTURE}_rejected" in each.row], "_rejected", media)
         for each in asked:
             yield each.row | each.scores
+        asked = []
 
 
 @dataclass
@@ -129,6 +136,11 @@ class _RowToScore:
     place: str
     """Where it stands, for messages."""
     scores: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_clip(self) -> bool:
+        """Whether it has a clip, whose frames take memory: such a row is scored before the next one is read."""
+        return any(_is_clip(self.row.get(name)) for name in (_PICTURE, f"{_PICTURE}_rejected"))
 
 
 def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str, media: MediaLoader) -> None:
@@ -161,8 +173,14 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
 
 
-def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
-    """The picture, or the text."""
+def _is_clip(name: object) -> bool:
+    return isinstance(name, str) and name.lower().endswith(_CLIPS)
+
+
+def _sample(
+    row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader
+) -> Image.Image | Sequence[Image.Image] | str:
+    """The picture, all frames of the clip, or the text."""
     key = f"{_PICTURE}{suffix}"
     if isinstance(name := row.get(key), str):
 
@@ -170,7 +188,7 @@ def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader)
             return replace(problem, where=place, key=key)
 
         with told_as(of_the_row):
-            return media.load_image(name)
+            return _frames(media, name) if _is_clip(name) else media.load_image(name)
     for name in _TEXTS:
         if isinstance(row.get(name), str):
             return row[name]
@@ -178,5 +196,15 @@ def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader)
         "has no sample to score",
         where=place,
         key=_PICTURE,
-        way_out=f"Name a picture in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
+        way_out=f"Name a picture or a clip in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
     )
+
+
+def _frames(media: MediaLoader, name: str) -> Sequence[Image.Image]:
+    """All frames of a clip, at their own size and rate."""
+    from PIL import Image
+
+    from mindspeed_mm.fsdp.posttrain_rewards.pictures import ClipFrames
+
+    clip = media.load_video(name)
+    return ClipFrames(map(Image.fromarray, clip.frames), clip.header.sampled_fps)

@@ -1,10 +1,11 @@
-"""Qwen2-VL and Qwen2.5-VL.
+"""Qwen2-VL, VideoAlign's reward model on it, and Qwen2.5-VL.
 
-Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/{qwen2vl,qwen2_5vl}.py`.
+Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/{qwen2vl,videoalign,qwen2_5vl}.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
@@ -28,9 +29,18 @@ from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily
 _MLP, _HUB_MLP = f"{BLOCK}mlp.", "visual.blocks.{n}.mlp."
 
 
+REWARD_MODEL, REWARD_HEAD = "Qwen2VLRewardModelBT", "rm_head.weight"
+"""VideoAlign's, in `architectures`: it has a head of scores, of `output_dim` rows, in place of the one of words."""
+
+
 def _qwen2_vl(config: Config, *, canonical: bool = False) -> MegatronModel:
     plain = renamings({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _HUB_MLP, _MLP)
-    return _model(config, config["vision_config"]["embed_dim"], plain, canonical)
+    found = _model(config, config["vision_config"]["embed_dim"], plain, canonical)
+    text = replace(TEXT, last=(*TEXT.last, REWARD_HEAD))
+    found = replace(found, towers=(text, VISION), rules=[*found.rules, KeyRule(REWARD_HEAD, REWARD_HEAD)])
+    if REWARD_MODEL not in (config.get("architectures") or ()):
+        return found
+    return replace(found, tied_head=False, in_place_of_head=(REWARD_HEAD,))
 
 
 def _qwen2_5_vl(config: Config, *, canonical: bool = False) -> MegatronModel:

@@ -127,7 +127,8 @@ class Sample:
     objects: Boxes | None = None
     """What marks in the texts stand for, until they are filled."""
     box_marks: frozenset[str] = frozenset()
-    """Special tokens of boxes that fill the texts: they stay tokens, though others in a text are spelled out."""
+    """Special tokens that fill the texts, as those of boxes: they stay tokens, though others in a text are spelled
+    out."""
     unread: list[Unread] = field(default_factory=list, compare=False)
     """What the row holds and nothing reads, each once."""
     notes: list[str] = field(default_factory=list, compare=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -138,8 +138,8 @@ class ClipRule:
 
     fps: float = DEFAULT_FPS
     most_frames: int = DEFAULT_FRAMES
-    pick: FramePicker | None = None
-    """How the model's processor picks frames, where nothing else is configured."""
+    pick: Callable[[VideoHeader], tuple[int, ...]] | None = None
+    """What picks frames: the model's processor, where nothing else is configured, or the data set."""
     is_chosen: bool = True
     """Whether `fps` is configured, and not a default."""
 
