@@ -123,7 +123,7 @@ def needed_gib(release: Release, source: Any, folder: Path, ranks: int) -> float
 def ranks_of(file: Path) -> int:
     """Devices of a host × hosts, by the script that starts a file."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(file.parent.glob("*.sh"))]
-    (text,) = [text for text in texts if f"{file.name}\n" in text or f"{file.name} " in text]
+    (text,) = [text for text in texts if re.search(rf"{re.escape(file.name)}(?![\w.])", text)]
     sizes = re.findall(r"(?m)^(?:NPUS_PER_NODE|NNODES)=(?:\$\{\w+:-)?(\d+)", text)
     return int(sizes[0]) * int(sizes[1])
 
