@@ -36,8 +36,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: looking through it over and over takes longer than most tests."""
+    """What was imported is no garbage: looking through it over and over takes longer than most tests. Nor is a
+    configuration written out for each line of a log that nobody reads, as transformers does whenever it reads one."""
     freeze_for_good()
+    for name, kind in (
+        ("configuration_utils", "PreTrainedConfig"),
+        ("generation.configuration_utils", "GenerationConfig"),
+    ):
+        if (module := sys.modules.get(f"transformers.{name}")) is not None:
+            getattr(module, kind).__repr__ = object.__repr__
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -143,6 +143,11 @@ def sequence_parallel(reading: Reading) -> None:
         return
     if reading.size("tensor_parallel_size") == 1:
         reading.draft.note("--sequence-parallel has no effect with --tensor-model-parallel-size 1.")
+    elif reading.is_generator:
+        reading.draft.note(
+            "--sequence-parallel has no effect on a generator: its norms see whole sequences. This takes memory, and "
+            "changes no number."
+        )
     else:
         place = reading.place("sequence_parallel")
         reading.draft.put("parallel.tp_plan.sequence_parallel", _SEQUENCE_NORMS, place)

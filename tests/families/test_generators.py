@@ -32,6 +32,9 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.latents import as_pil
 from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
+from mindspeed_mm.fsdp.models.flux.modeling_flux import FluxAdapter
+from mindspeed_mm.fsdp.models.hunyuan_video.modeling_hunyuan_video import HunyuanVideoAdapter
+from mindspeed_mm.fsdp.models.hunyuan_video_1_5.modeling_hunyuan_video_1_5 import HunyuanVideo15Adapter
 from mindspeed_mm.fsdp.models.lumina2.modeling_lumina2 import Lumina2Adapter
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter, WanTokenTimeAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -189,7 +192,44 @@ def predicts_the_picture(self: Any, output: Any, latent_shape: tuple[int, ...]) 
     return output[0]
 
 
+FLUX_INPUTS, HUNYUAN_INPUTS, FIRST_PICTURES = (
+    FluxAdapter.inputs,
+    HunyuanVideoAdapter.inputs,
+    HunyuanVideo15Adapter.inputs,
+)
+ROTARY_TABLES = CogVideoXAdapter.rotary_tables
+
+
+def sides_exchanged(self: Any, *args: Any) -> dict[str, Any]:
+    """Fault: rows are taken for columns."""
+    inputs = FLUX_INPUTS(self, *args)
+    return inputs | {"img_ids": inputs["img_ids"][:, [0, 2, 1]]}
+
+
+def sines_first(self: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fault: cosines and sines in each other's stead."""
+    cosines, sines = ROTARY_TABLES(self, *args)
+    return sines, cosines
+
+
+def guidance_unscaled(self: Any, *args: Any) -> dict[str, Any]:
+    """Fault: guidance is not told in thousandths."""
+    inputs = HUNYUAN_INPUTS(self, *args)
+    return inputs | {"guidance": inputs["guidance"] / 1000}
+
+
+def picture_said_to_be_given(self: Any, *args: Any) -> dict[str, Any]:
+    """Fault: the mask says that a picture is given where none is."""
+    inputs = FIRST_PICTURES(self, *args)
+    inputs["hidden_states"][:, -1] = 1
+    return inputs
+
+
 FAULTS = {
+    "flux": (FluxAdapter, "inputs", sides_exchanged),
+    "cogvideox": (CogVideoXAdapter, "rotary_tables", sines_first),
+    "hunyuan_video": (HunyuanVideoAdapter, "inputs", guidance_unscaled),
+    "hunyuan_video_1_5": (HunyuanVideo15Adapter, "inputs", picture_said_to_be_given),
     "wan2_2_5b_ti2v": (WanTokenTimeAdapter, "given_latents", given_one_frame_later),
     "wan2_2": (ExpertPair, "forward", experts_swapped),
     "lumina2": (Lumina2Adapter, "inputs", time_turned),

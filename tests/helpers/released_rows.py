@@ -510,7 +510,7 @@ ROWS: dict[str, Row | WrittenRow] = {
         "gemma3-4b", _of("gemma3"), _SEES,
         {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
          "eoi_token_index": "<end_of_image>"},
-        {"mm_tokens_per_image": 4},
+        {"mm_tokens_per_image": 4, "text_config": {"sliding_window_pattern": 2}},  # else no answer sees its picture
     ),
     "gemma4": Row(
         "gemma4-26b-a4b", _of("gemma4"), _SEES,

@@ -134,7 +134,7 @@ KINDS = {
         },
         ("predictor.blocks.{*}", "blocks.{*}"),
         {"training": {"diffusion": NOISE}, "data": {"dataset_param": ROWS_OF_CLIPS}},
-        "--load hf/transformer",
+        "--load hf/transformer --sequence-parallel",  # of which a generator has nothing
     ),
     "experts": Kind(
         _experts,

@@ -241,6 +241,13 @@ def test_a_generator() -> None:
     assert (noise.timestep_density, noise.loss_weighting, noise.shift) == ("uniform", "bell", 3.0)
 
 
+def test_the_norms_of_a_generator_see_whole_sequences() -> None:
+    """They have other names than those of language models, which would match nothing."""
+    found = run(wan_folder(), "--tensor-model-parallel-size", "2", "--sequence-parallel", data=False)
+    assert found.arguments.parallel.tp_plan.sequence_parallel == ()
+    assert any("--sequence-parallel has no effect on a generator" in note for note in found.notes)
+
+
 def test_the_folder_around_files_of_components() -> None:
     model = {"predictor": {"model_id": "hunyuanvideo15dit"}, "ae": {"from_pretrained": "hv/vae/weights.safetensors"},
              "text_encoder": [{"from_pretrained": "hv/text_encoder/llm"}]}  # fmt: skip

@@ -106,17 +106,32 @@ def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "rank 0\n"
 
 
-def test_probabilities_and_entropies_are_the_models(folder: Path) -> None:
+def check_probabilities(folder: Path) -> None:
+    """log p of each next token, and entropies, are those of the plain model."""
     _, log_probs, entropies = by_hand(folder)
-    with verl_stub():
-        engine = engine_of(folder, forward_only=True)
-        with engine.eval_mode():
-            found = engine.infer_batch(batch_of(calculate_entropy=True))["model_output"]
-        engine._held.close()
+    engine = engine_of(folder, forward_only=True)
+    with engine.eval_mode():
+        found = engine.infer_batch(batch_of(calculate_entropy=True))["model_output"]
+    engine._held.close()
     for name, expected in (("log_probs", log_probs), ("entropy", entropies)):
         for row, own in zip(found[name].unbind(), expected, strict=True):
             torch.testing.assert_close(row[:-1], own.detach(), rtol=1e-10, atol=1e-10)
             assert row[-1] == 0
+
+
+def test_probabilities_and_entropies_are_the_models(folder: Path) -> None:
+    with verl_stub():
+        check_probabilities(folder)
+
+
+def test_a_temperature_that_is_passed_over_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: logits are not divided by what samples were drawn at."""
+    with verl_stub():
+        import mindspeed_mm.verl.engine as engine
+
+        monkeypatch.setattr(engine, "_temperature", lambda _batch: 1.0)
+        with pytest.raises(AssertionError, match="not close"):
+            check_probabilities(folder)
 
 
 def steps(folder: str, save: str, count: int, rows: Any = None, resume: bool = False) -> Any:

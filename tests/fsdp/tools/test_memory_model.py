@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,6 +225,31 @@ def _two_ranks(yaml: str) -> None:
         assert predicted.parameters == real.parameter_bytes
         assert predicted.optimizer == real.state_bytes
     assert deviation(predicted, real) < WITHIN
+
+
+@pytest.mark.slow
+def test_peak_where_nothing_uses_a_parameter_of_each_block(tmp_path: Path) -> None:
+    """Its gradient never comes; its block is given back all the same, when the gradients of its inputs are there."""
+    make_tiny_qwen3(tmp_path / "model", **{**TEXT, "num_hidden_layers": 12})
+    make_long_rows(tmp_path, tokens=40)
+    run_ranks(2, _two_ranks_with_spares, str(make_tiny_run(tmp_path)))
+
+
+def _two_ranks_with_spares(yaml: str) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    plain = Qwen3DecoderLayer.__init__
+
+    def with_spare(self: Any, config: Any, layer_idx: int) -> None:
+        plain(self, config, layer_idx)
+        self.spare = torch.nn.Linear(config.hidden_size, 2)
+
+    words = [BF16, RECOMPUTE, "model.train_from_scratch=true"]
+    with mock.patch.object(Qwen3DecoderLayer, "__init__", with_spare):
+        real = measured(Path(yaml), words)
+        predicted = forecast(load_with_plugins(Path(yaml), words).arguments, real.batches[-1], world_size=2)
+    assert predicted.parameters == real.parameter_bytes
+    assert deviation(predicted, real) < WITHIN, (predicted.peak, real.peak)
 
 
 TP = "parallel.tensor_parallel_size=2"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, BookedWork, Label
@@ -186,10 +187,14 @@ class _RunningUnit:
 
     def _before_forward(self, _module: nn.Module, args: object, kwargs: object) -> None:
         self._gather(in_forward=True)
-        if self._trained or not torch.is_grad_enabled():
-            return
-        for tensor in _tensors_with_gradients((args, kwargs)):  # frozen: its backward ends with its inputs' gradients
-            tensor.register_hook(lambda _: self.after_backward())
+        inputs = _tensors_with_gradients((args, kwargs)) if torch.is_grad_enabled() else []
+        if inputs:
+            register_multi_grad_hook(inputs, self._inputs_have_gradients)
+
+    def _inputs_have_gradients(self, _: object) -> None:
+        """The backward pass is through, also where a parameter was not used, and where none is trained."""
+        if self._is_backward or not self._trained:
+            self.after_backward()
 
     def _after_forward(self, _module: nn.Module, _args: object, outputs: object) -> None:
         if self._unit.frees_after_forward:
