@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -23,6 +24,11 @@ _STYLE = re.compile(r"(\x1b\[(?:0|1|2|3[0-7]|4[0-7]|[34]8;2;\d{1,3};\d{1,3};\d{1
 def visible(text: str) -> str:
     """The text with its control characters as escapes; line ends and tabs stay."""
     return _CONTROL.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def quoted(word: object) -> str:
+    """One word of a command that people copy, such as a path with a blank, as a shell takes it."""
+    return shlex.quote(str(word))
 
 
 def say(text: object = "", *, err: bool = False, end: str = "\n", styled: bool = False) -> None:

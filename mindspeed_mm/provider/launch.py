@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.provider.flags import by_spelling
 
@@ -164,7 +165,7 @@ def _check_known(words: Sequence[str], script: str) -> None:
         unknown = mark[1].removesuffix(_NEVER_SET)
         way_out = "Write its value into the script."
         if unknown.isidentifier():
-            way_out = f"Set it before the command: {unknown}=… mm config --from-flags {script}."
+            way_out = f"Set it before the command: {unknown}=… mm config --from-flags {quoted(script)}."
         why = "is worked out while the script runs"
         if mark[1].endswith(_NEVER_SET):
             why = "is set nowhere in the script"

@@ -31,6 +31,7 @@ from mindspeed_mm.checkpoint.recognise import Layout, is_gguf, is_torch_dist, re
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.models.loading.gguf import write_model_folder
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
@@ -211,7 +212,7 @@ def _refuse_adapters(source: Path) -> None:
         raise UsageError(
             f"holds adapters ({len(adapters)} tensors, as {adapters[0]}) without the model under them",
             where=str(source),
-            way_out=f"mm export {source} FOLDER writes them as PEFT's files; mm merge adds those to the model.",
+            way_out=f"mm export {quoted(source)} FOLDER writes them as PEFT's files; mm merge adds those to the model.",
         )
 
 

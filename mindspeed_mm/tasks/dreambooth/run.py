@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
 from mindspeed_mm.provider.entry_flags import EntryFlags, entry_flags
 
@@ -65,8 +66,8 @@ def make_class_pictures(options: argparse.Namespace, folder: Path, is_alone: boo
         raise UsageError(
             f"holds {lacking} pictures less than --num_class_images, and several ranks do not generate them",
             where=str(options.class_data_dir),
-            way_out=f"Make them first: mm infer {options.pretrained_model_name_or_path} "
-            f"--prompt '{options.class_prompt}' --num-samples {lacking} --out {options.class_data_dir}",
+            way_out=f"Make them first: mm infer {quoted(options.pretrained_model_name_or_path)} "
+            f"--prompt {quoted(options.class_prompt)} --num-samples {lacking} --out {quoted(options.class_data_dir)}",
         )
     from mindspeed_mm.tasks.draw import generate  # seconds to import
 

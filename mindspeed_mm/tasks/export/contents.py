@@ -24,6 +24,7 @@ from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import (
     base_weights_mark,
@@ -266,7 +267,7 @@ def _note_on_base(source: ExportSource) -> tuple[str, ...]:
         return ()
     return (
         f"the adapters stand on {base}, whose weights are in Megatron's layout; for PEFT, write it as a model folder: "
-        f"mm convert {base} OUT --to hf --model {source.model_folder}",
+        f"mm convert {quoted(base)} OUT --to hf --model {quoted(source.model_folder)}",
     )
 
 

@@ -5,7 +5,6 @@ of the samples; after its last step losses, time, where it lies, the next comman
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import list_iterations
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
@@ -338,7 +338,7 @@ class SummaryHook(Hook):
         if best is not None and best[0] != steps[-1]:
             told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
         self._note(f"run    {self._save}, {told}")
-        run = shlex.quote(self._save)
+        run = quoted(self._save)
         trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
         self._note(f"next   {trial}mm report {run}")
 
