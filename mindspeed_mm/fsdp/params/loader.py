@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from mindspeed_mm.core.config_path import steps_of
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
 from mindspeed_mm.core.redaction import REDACTED, redact, remember_secrets
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.plan import memory_notes
@@ -198,7 +198,7 @@ def load_config(
     arguments = _validate(root, notes)
     if arguments is None or notes.problems:
         if arguments is not None and ranks:
-            notes.problems += _problems_of_sizes(arguments, ranks, root)
+            notes.problems += _problems_of_sizes(arguments.parallel, ranks, root)
         once = {_identity(problem): problem for problem in reversed(notes.problems)}
         ordered = sorted(once.values(), key=_by_line)
         raise ConfigError(count_problems(path, ordered), problems=ordered)
@@ -307,14 +307,14 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
     for problem in check_cross_section(arguments):
         notes.problems.append(replace(problem, where=problem.where or _where(root, problem.key)))
     notes.warnings += _warn_meaningless(root)
-    for note in memory_notes(arguments):
+    for note in memory_notes(arguments.data, arguments.training, arguments.features):
         notes.warnings.append(replace(note, where=_where(root, note.key)))
     return arguments
 
 
-def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Problem]:
+def _problems_of_sizes(parallel: ParallelArguments, ranks: int, root: Node) -> list[Problem]:
     try:
-        resolve_parallel_sizes(arguments.parallel, ranks)
+        resolve_parallel_sizes(parallel, ranks)
     except ConfigError as error:
         return [replace(each, where=_where(root, each.key.split(" · ")[0])) for each in error.problems]
     return []

@@ -55,7 +55,7 @@ class GeneratorFamily(Family):
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
         super().__init__(arguments)
         self.adapter, self._device = adapter, device
-        adapter.note_few_steps(FewSteps.of_run(arguments))
+        adapter.note_few_steps(FewSteps.of_run(arguments.training, arguments.posttrain))
         self._encodes = False
 
     @cached_property

@@ -65,7 +65,7 @@ def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job,
     head = assembled.applied.head
     assert head is not None  # see `check_method`
     reference = _live_reference(arguments, assembled, head, job.device)
-    return build_policy_objective(arguments, assembled, data, reference)
+    return build_policy_objective(arguments.posttrain, assembled, data, reference)
 
 
 def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss | None) -> Objective:
@@ -91,7 +91,7 @@ def _live_reference(
     """The reference that a model computes; None where there is no such one."""
     match reference_kind(arguments):
         case "adapters_off":
-            check_start(arguments)
+            check_start(arguments.training, arguments.posttrain)
             return AdaptersOff(head)
         case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
             return FollowingModel(head, assembled.average, describe_reference(arguments))

@@ -250,12 +250,12 @@ class _Check:
 
         self.config.check_built()
         self.config.check_revealed()
-        check_save_format(self.config.arguments)
+        check_save_format(self.config.arguments.model, self.config.arguments.training)
         # Another device may train: that this one cannot is only a warning.
         from mindspeed_mm.fsdp.train.run.start_checks import check_device
 
         try:
-            check_device(self.config.arguments)
+            check_device(self.config.arguments.parallel)
         except MMError as error:
             self.result.warnings += [str(problem) for problem in self.config.locate(error.problems)]
         check_trackers(self.config.arguments.training.report_to)
@@ -307,7 +307,10 @@ class _Check:
         else:
             self.result.warnings += self.plan.parallel.warnings
             self.result.speed = describe_choices(self.outline.model, self.plan.features)
-        if reference_kind(arguments) in ("adapters_off", "frozen"):
+        if reference_kind(arguments) in (
+            "adapters_off",
+            "frozen",
+        ):
             self._collect([partial(check_reference, arguments, self.outline.model)])
         if arguments.posttrain.method == "dmd":
             self._collect([partial(check_critic, arguments, self.outline.model)])
@@ -333,7 +336,7 @@ class _Check:
         from mindspeed_mm.tasks.check.batch import notes_on_epochs, warnings_of_samples
 
         arguments = in_one_process(self.config.arguments)
-        if draws_samples(arguments):
+        if draws_samples(arguments.posttrain):
             self._first_rollout()
             return
         param = self._before_extraction(arguments.data.dataset_param)
@@ -358,7 +361,7 @@ class _Check:
         if arguments.posttrain.dpo.histogram_path:
             self._collect([partial(self._weigh_pairs, arguments.posttrain.dpo.histogram_path)])
         if validation is not None and arguments.training.val_interval:
-            next(build_validation_loader(arguments, share, validation).one_pass(), None)
+            next(build_validation_loader(arguments.data, arguments.training, share, validation).one_pass(), None)
 
     def _keep_data(self, dataset: MMDataset, order: RunOrder) -> None:
         """What later stages take from the data; profiles are of steps that there are."""
@@ -366,7 +369,7 @@ class _Check:
         from mindspeed_mm.fsdp.train.run.data import total_steps_of
 
         self.dataset, self.order, self.processor = dataset, order, dataset.processor
-        self.total_steps = total_steps_of(self.config.arguments, order)
+        self.total_steps = total_steps_of(self.config.arguments.model, self.config.arguments.training, order)
         self._collect([partial(check_steps_of_profiles, self.config.arguments.tools, self.total_steps)])
 
     def _first_rollout(self) -> None:
@@ -378,13 +381,13 @@ class _Check:
         arguments = self.config.arguments
         kind = kind_of_folder(arguments.model.model_name_or_path)
         self._collect([partial(rewards_with_servers, arguments, kind), partial(check_server, arguments)])
-        dataset = open_prompts(arguments)
+        dataset = open_prompts(arguments.data, arguments.training)
         order = build_rollout_order(arguments, self._data_share(), dataset)
         self._keep_data(dataset, order)
         prompts = next(iter(order.prompts))[0]["prompts"]
         if not kind.has_tokens:
             self._collect([dataset.check_encoders])
-            self.batch = first_blanks(arguments)
+            self.batch = first_blanks(arguments.data, arguments.training)
             return
         longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
         self.batch = first_answers(arguments, self.dataset, prompts, longest)
@@ -427,7 +430,7 @@ class _Check:
         # A run may be saving there right now: nothing is cleared.
         silent: Callable[[str], None] = lambda _line: None  # noqa: E731
         point = find_resume_point(
-            arguments, self.options, self._context(), note=silent, say=silent, clears_drafts=False
+            arguments.training, self.options, self._context(), note=silent, say=silent, clears_drafts=False
         )
         if point.checkpoint is None or point.iteration >= self.total_steps:
             return
@@ -477,7 +480,7 @@ class _Check:
             if "input_ids" in self.batch:
                 self.result.notes += notes_on_beginnings(self.processor, self.batch["input_ids"])
             self._forward_on_meta(given)
-        elif not draws_samples(self.config.arguments):
+        elif not draws_samples(self.config.arguments.posttrain):
             self._dropped_captions()
 
     def _dropped_captions(self) -> None:
@@ -526,7 +529,9 @@ class _Check:
         assert adapter is not None  # asked of generators alone
         batch = features_of(self.batch, adapter) if "pixels" in self.batch else self.batch
         latents = batch["latents"]
-        if (few := FewSteps.of_run(self.config.arguments)) is not None and few.num_frame_per_block is not None:
+        if (
+            few := FewSteps.of_run(self.config.arguments.training, self.config.arguments.posttrain)
+        ) is not None and few.num_frame_per_block is not None:
             few.blocks(latents.shape[2])
         inputs: dict[str, object] = adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
         if self.plan.parallel.context is not None:

@@ -71,11 +71,11 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
     folder = arguments.posttrain.reference.model_name_or_path
     if has_moving_reference(arguments.posttrain):
         return  # it begins as a copy of the policy, whatever that starts from
-    check_start(arguments)
+    check_start(arguments.training, arguments.posttrain)
     if folder is None:
         return
     start = reference_start(arguments)
-    with told_of_reference(arguments):
+    with told_of_reference(arguments.posttrain):
         outline = reference_outline(arguments)
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))

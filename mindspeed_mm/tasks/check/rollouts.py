@@ -9,7 +9,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.data import MMDataset, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments, TrainingArguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
 from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, check_media_served
@@ -18,10 +18,10 @@ from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
-def open_prompts(arguments: Arguments) -> MMDataset:
+def open_prompts(data: DataArguments, training: TrainingArguments) -> MMDataset:
     """The prompts of a run."""
-    param = prompts_of(arguments.data).dataset_param
-    return build_mm_dataset(param, seed=arguments.training.seed, val_dataset_param=None, encode_ahead=False)[0]
+    param = prompts_of(data).dataset_param
+    return build_mm_dataset(param, seed=training.seed, val_dataset_param=None, encode_ahead=False)[0]
 
 
 def check_server(arguments: Arguments) -> None:
@@ -56,10 +56,10 @@ def first_answers(arguments: Arguments, dataset: MMDataset, prompts: Sequence[An
     return collate([answered_row(prompt, answer) for prompt in drawn])
 
 
-def first_blanks(arguments: Arguments) -> Batch:
+def first_blanks(data: DataArguments, training: TrainingArguments) -> Batch:
     """The first micro-batch of a generator: blank media with the captions of its prompts."""
-    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
-    rows = [dataset[number % len(dataset)] for number in range(arguments.training.micro_batch_size)]
-    collate = dataset.build_collator(arguments.data.dataloader_param.collate_param)
+    dataset, _ = build_mm_dataset(data.dataset_param, seed=training.seed, encode_ahead=False)
+    rows = [dataset[number % len(dataset)] for number in range(training.micro_batch_size)]
+    collate = dataset.build_collator(data.dataloader_param.collate_param)
     assert collate is not None
     return collate(rows)

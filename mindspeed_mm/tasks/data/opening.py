@@ -162,7 +162,7 @@ def open_data(
     """
     config = load_with_plugins(config_path, overrides)
     data = config.arguments.data
-    if draws_samples(config.arguments):
+    if draws_samples(config.arguments.posttrain):
         data = prompts_of(data)
     own = data.val_dataset_param
     train, held_out = build_mm_dataset(

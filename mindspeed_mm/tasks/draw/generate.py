@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
 from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, InferenceArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -205,7 +205,9 @@ def load_generator(
     source = resolve_source(model, lora)
     arguments = _arguments_of(source, config)
     sampler = load_sampler(_adapter_of(source, arguments, None), source, current_device())
-    return sampler, SamplingArguments() if arguments is None else as_trained(arguments.data, _configured(arguments))
+    return sampler, SamplingArguments() if arguments is None else as_trained(
+        arguments.data, _configured(arguments.training, arguments.inference)
+    )
 
 
 def resolve_source(model: Path, lora: Path | None) -> ModelSource:
@@ -231,7 +233,7 @@ def resolve_request(request: GenerateRequest, arguments: Arguments | None) -> tu
         UsageError: There are no prompts.
         DataError: The file of prompts, or the picture, is off.
     """
-    sampling = _configured(arguments) if arguments is not None else SamplingArguments()
+    sampling = _configured(arguments.training, arguments.inference) if arguments is not None else SamplingArguments()
     sampling = sampling.model_copy(update=dict(request.settings))
     if request.prompts or request.prompts_file is not None:
         return sampling, _asked(request)
@@ -265,11 +267,11 @@ def _checked(name: str, file: Path) -> Path:
     return path
 
 
-def _configured(arguments: Arguments) -> SamplingArguments:
+def _configured(training: TrainingArguments, inference: InferenceArguments) -> SamplingArguments:
     """`training.sampling`, and over it what `inference.sampling` says."""
     defaults = SamplingArguments()
-    said = {name: value for name, value in arguments.inference.sampling.items() if value != defaults[name]}
-    return arguments.training.sampling.model_copy(update=said)
+    said = {name: value for name, value in inference.sampling.items() if value != defaults[name]}
+    return training.sampling.model_copy(update=said)
 
 
 def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
@@ -285,7 +287,7 @@ def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | No
         return find_adapter(source.folder, task=task)
     section = arguments.model.model_copy(update={"model_name_or_path": str(source.folder)})
     adapter = adapter_of_section(section, task)
-    adapter.note_few_steps(FewSteps.of_run(arguments))
+    adapter.note_few_steps(FewSteps.of_run(arguments.training, arguments.posttrain))
     return adapter
 
 

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
@@ -166,7 +166,7 @@ def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Open
         yield _of_folder(request)
         return
     if request.config is not None:
-        param = _shown_by(request.config, arguments)
+        param = _shown_by(request.config, arguments.data)
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
     dataset = _rows(request, arguments)
     with loss_of_run(arguments, request.folder, dataset.processor) as (measured, weights):
@@ -192,10 +192,10 @@ def _arguments_of(source: ModelSource, param: DatasetParam) -> Arguments:
     return arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
 
 
-def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
+def _shown_by(config: Path, data: DataArguments) -> DatasetParam:
     """The section of another configuration, with the processor of the run."""
     param = rows_view(ModelSource(Path()), config).param
-    own = arguments.data.dataset_param.preprocess_parameters
+    own = data.dataset_param.preprocess_parameters
     kept = {key: own[key] for key in ("model_name_or_path", *TOKEN_KEYS)}
     preprocess = param.preprocess_parameters.model_copy(update=kept)
     return param.model_copy(update={"preprocess_parameters": preprocess})

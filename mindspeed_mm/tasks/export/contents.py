@@ -141,7 +141,7 @@ def open_contents(
         raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
     if (adapter := facts_of(outline).adapter) is not None and source.arguments is not None:
-        adapter.note_few_steps(FewSteps.of_run(source.arguments))
+        adapter.note_few_steps(FewSteps.of_run(source.arguments.training, source.arguments.posttrain))
     if has_adapters:
         weights = weights_folder(outline, base_weights_folder(source))
         opened = _merged(source, reader, outline, dtype)
@@ -248,7 +248,10 @@ def _adapter_contents(
             f"diffusers does not load adapters of {adapter.transformer_class} by {lora_format}'s names; ComfyUI does",
         )
 
-    if source.arguments is not None and FewSteps.of_run(source.arguments) is not None:
+    if (
+        source.arguments is not None
+        and FewSteps.of_run(source.arguments.training, source.arguments.posttrain) is not None
+    ):
         notes += ("adapters do not say that they draw in few steps; mm export --merge writes a folder that does",)
 
     def write(draft: Path) -> None:

@@ -61,7 +61,7 @@ def _output(config: ResolvedConfig) -> Path:
     """The file that may be written."""
     from mindspeed_mm.fsdp.train.stored_reference import KEY, is_stored_log_probs, path_of_reference
 
-    path = path_of_reference(config.arguments)
+    path = path_of_reference(config.arguments.training, config.arguments.posttrain)
     check_output_file(path, is_stored_log_probs, KEY)
     return path
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import PosttrainArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.requests.train import ScoreRequest
 
@@ -75,7 +75,7 @@ def run(request: ScoreRequest, *, say: Callable[[int], None] = lambda _rows: Non
     """Of all samples, those of rejected sides too."""
     found: dict[str, list[float]] = {"reward": [], **{each.name: [] for each in arguments.posttrain.rewards}}
     with atomic_file(out) as draft, draft.open("w", encoding="utf-8") as file:
-        for row in _scored(arguments, rows):
+        for row in _scored(arguments.posttrain, rows):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             totals += [row[key] for key in ("score", "score_rejected") if row.get(key) is not None]
             for name, value in ({"reward": row["score"]} | row["scores"]).items():
@@ -102,7 +102,7 @@ def _output(path: Path, key: str, others: Sequence[Path], is_ours: IsOurs) -> Pa
     return check_output_file(path, is_ours, key)
 
 
-def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
+def _scored(posttrain: PosttrainArguments, path: Path) -> Iterator[dict[str, Any]]:
     """The rows with their scores."""
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
     from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
@@ -110,7 +110,7 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     from mindspeed_mm.fsdp.utils.device import current_device
 
     reader, media = open_reader(path), MediaLoader(path.absolute().parent, called="the folder of ROWS")
-    rewards = build_rewards(arguments, current_device())
+    rewards = build_rewards(posttrain, current_device())
     for first in range(0, len(reader), _AT_A_TIME):
         asked = []
         for number in range(first, min(first + _AT_A_TIME, len(reader))):

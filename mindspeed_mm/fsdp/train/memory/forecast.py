@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, SOUND
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -129,7 +129,7 @@ def _forecast(
         prediction,
         reference=0 if is_on_host else reference,
         critic=0 if is_on_host else critic,
-        blocks=blocks_bytes(arguments, outline.adapter, batch),
+        blocks=blocks_bytes(arguments.parallel, arguments.posttrain, outline.adapter, batch),
         resident=prediction.resident + reference + critic,
         on_host=on_host,
         approximations=(*prediction.approximations, *notes),
@@ -186,7 +186,7 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
     outline.model.requires_grad_(False)
     set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
     plan = resolve_plan(outline, reference_start(arguments), sizes, trains=False)
-    return _held_bytes(outline, plan, arguments)
+    return _held_bytes(outline, plan, arguments.parallel)
 
 
 def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> int:
@@ -210,23 +210,23 @@ def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> 
         plan = resolve_plan(outline, start, sizes)
     units = held_units(outline.model, plan.parallel)
     static = static_part(units, partial(state_bytes, training=start.training, matrices=()), averages=False)
-    return _held_bytes(outline, plan, arguments) + static.optimizer + max(0, static.gradients - gradients)
+    return _held_bytes(outline, plan, arguments.parallel) + static.optimizer + max(0, static.gradients - gradients)
 
 
-def blocks_bytes(arguments: Arguments, adapter: Any, batch: Batch) -> int:
+def blocks_bytes(parallel: ParallelArguments, posttrain: PosttrainArguments, adapter: Any, batch: Batch) -> int:
     """Bytes of the keys and values of finished blocks of frames; 0 where samples are drawn at once."""
-    size = arguments.posttrain.dmd.num_frame_per_block
-    if arguments.posttrain.method != "dmd" or size is None:
+    size = posttrain.dmd.num_frame_per_block
+    if posttrain.method != "dmd" or size is None:
         return 0
     rows, *shape = batch["latents"].shape
     finished = (shape[0], max(0, shape[1] - size), *shape[2:])
-    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    compute = torch_dtype(parallel.fsdp_plan.param_dtype) or torch.float32
     return int(rows * adapter.kept_of_blocks(adapter.geometry.tokens(finished)) * compute.itemsize)
 
 
-def _held_bytes(outline: Outline, plan: ModelPlan, arguments: Arguments) -> int:
+def _held_bytes(outline: Outline, plan: ModelPlan, parallel: ParallelArguments) -> int:
     """Of a model's shards, its buffers, and the units that stay gathered when no backward pass follows."""
-    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+    compute = torch_dtype(parallel.fsdp_plan.param_dtype)
     units = held_units(outline.model, plan.parallel)
     reshards = plan.parallel.sharding.section.reshard_after_forward is not False
     held = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())

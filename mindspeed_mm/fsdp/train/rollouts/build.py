@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective, PolicyRule
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.posttrain_rewards.registry import (
@@ -185,7 +185,7 @@ def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
 
 
 def build_policy_objective(
-    arguments: Arguments, assembled: Assembled, data: RunData, reference: ReferenceModel | None = None
+    posttrain: PosttrainArguments, assembled: Assembled, data: RunData, reference: ReferenceModel | None = None
 ) -> PolicyObjective:
     """The loss on sampled answers.
 
@@ -197,7 +197,7 @@ def build_policy_objective(
     """
     head = assembled.applied.head
     assert head is not None  # see `check_method`
-    rollout = arguments.posttrain.rollout
+    rollout = posttrain.rollout
     seeing = [assembled.model]
     if isinstance(reference, FrozenModel):
         seeing.append(reference.model)
@@ -207,7 +207,7 @@ def build_policy_objective(
     return PolicyObjective(
         assembled.model,
         head,
-        policy_rule(arguments.posttrain.grpo, rollout),
+        policy_rule(posttrain.grpo, rollout),
         RepeatedMedia(*seeing),
         suppressed=never_drawn(assembled.model, data.train.processor),
         temperature=rollout.temperature,
@@ -278,7 +278,7 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
 
 
 def build_rewards(
-    arguments: Arguments,
+    posttrain: PosttrainArguments,
     device: torch.device | str = "cpu",
     judged: Literal["texts", "pictures"] | None = None,
 ) -> list[Reward]:
@@ -293,7 +293,7 @@ def build_rewards(
         ConfigError: One is unknown, does not take its settings, or judges something else.
     """
     rewards = []
-    for place, each in enumerate(arguments.posttrain.rewards):
+    for place, each in enumerate(posttrain.rewards):
         key = f"{KEY}[{place}]"
         with told_under(key):
             if judged is not None:
@@ -312,7 +312,7 @@ def rewards_with_servers(arguments: Arguments, kind: ModelKind, device: torch.de
         ConfigError: One is unknown, does not take its settings, or judges something else.
         MachineError: A server is not there.
     """
-    rewards = build_rewards(arguments, device, MADE_BY_KINDS[kind])
+    rewards = build_rewards(arguments.posttrain, device, MADE_BY_KINDS[kind])
     for reward in rewards:
         Ranks().first(f"asking the server of the reward '{reward.name}'", reward.check_server)
     return rewards

@@ -408,7 +408,7 @@ def generator_reference(arguments: Arguments, assembled: Assembled, device: torc
     """
     match reference_kind(arguments):
         case "adapters_off":
-            check_start(arguments)
+            check_start(arguments.training, arguments.posttrain)
             return lambda: adapters_off(assembled.model)
         case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
             return assembled.average.applied

@@ -12,7 +12,7 @@ from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, TrainingArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -34,7 +34,7 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
     Raises:
         ConfigError: These values and what is set now break a rule.
     """
-    resolved = _resolved_of_resumed(config.arguments, options)
+    resolved = _resolved_of_resumed(config.arguments.training, options)
     if resolved is None:
         return config
     text = read_config_text(resolved)
@@ -75,9 +75,8 @@ def _is_what_null_means(arguments: Arguments, key: str) -> bool:
     return bool(getattr(unset, section.NULL_MEANS[name]) == section[name])
 
 
-def _resolved_of_resumed(arguments: Arguments, options: ResumeOptions) -> Path | None:
+def _resolved_of_resumed(training: TrainingArguments, options: ResumeOptions) -> Path | None:
     """`resolved.yaml` of the run that is resumed; None where none is, or it kept none."""
-    training = arguments.training
     found = None
     if training.save and options.resume and list_iterations(Path(training.save)):
         found = Path(training.save)

@@ -92,7 +92,7 @@ def _defaults_taken(config: ResolvedConfig) -> list[str]:
     training = config.arguments.training
     unset = {name for name in type(training).model_fields if _is_default(config, f"training.{name}")}
     taken = []
-    length = run_length(config.arguments)
+    length = run_length(config.arguments.model, config.arguments.training)
     if not length.is_given:
         taken.append(f"{length} (neither train_iters nor train_epochs is set)")
     if "lr_decay_style" in unset:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
@@ -55,7 +55,7 @@ class Utilisation:
         told = arguments.tools.peak_tflops
         if told is not None:
             return cls(count, devices, told, "tools.peak_tflops")
-        precision = arithmetic(arguments)
+        precision = arithmetic(arguments.parallel, arguments.training)
         device = device_name()
         return cls(count, devices, peak_tflops(device, precision), f"{device}, {precision} dense")
 
@@ -129,16 +129,19 @@ def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> Flo
     policy = count
     if arguments.posttrain.method == "nft":
         count = count.beside(policy, "the policy that drew")
-    if reference_kind(arguments) in ("adapters_off", "frozen"):
+    if reference_kind(arguments) in (
+        "adapters_off",
+        "frozen",
+    ):
         folder = arguments.posttrain.reference.model_name_or_path
         other = count_flops(reference_outline(arguments).model) if folder else policy
         count = count.beside(other, "reference") if other is not None else count
     return count
 
 
-def arithmetic(arguments: Arguments) -> str:
+def arithmetic(parallel: ParallelArguments, training: TrainingArguments) -> str:
     """In which format the plan multiplies, by the names of `peaks`; what quantised layers do faster is measured by the
     same peak."""
-    dtype = arguments.parallel.fsdp_plan.computed_in
-    short = arguments.training.allow_hf32 and get_device_type() == "cuda"
+    dtype = parallel.fsdp_plan.computed_in
+    short = training.allow_hf32 and get_device_type() == "cuda"
     return "tf32" if dtype == "fp32" and short else dtype
