@@ -145,12 +145,12 @@ def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], 
 # --- the formats ------------------------------------------------------------------------------------------------------
 
 
-def _without(stored: Mapping[str, LazyTensor], *ends: str) -> dict[str, LazyTensor]:
+def _without_scales(stored: Mapping[str, LazyTensor], *ends: str) -> dict[str, LazyTensor]:
     return {key: tensor for key, tensor in stored.items() if not key.endswith(ends)}
 
 
 def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, ".weight_scale_inv")
+    found = _without_scales(stored, ".weight_scale_inv")
     for key, scales in stored.items():
         name = key.removesuffix("_scale_inv")
         codes = stored.get(name)
@@ -198,7 +198,7 @@ def _of_ranks(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], rule:
 
 
 def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, "_blocks", "_scales")
+    found = _without_scales(stored, "_blocks", "_scales")
     for key, blocks in stored.items():
         name = key.removesuffix("_blocks")
         scales = stored.get(f"{name}_scales")
@@ -210,7 +210,7 @@ def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: s
 
 
 def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, ".weight_packed", ".weight_scale", ".weight_shape")
+    found = _without_scales(stored, ".weight_packed", ".weight_scale", ".weight_shape")
     for key, codes in stored.items():
         name = key.removesuffix("_packed")
         scales, shape = stored.get(f"{name}_scale"), stored.get(f"{name}_shape")

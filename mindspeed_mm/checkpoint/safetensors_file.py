@@ -71,7 +71,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         ModelFolderError: The file is empty, cut, a Git LFS pointer, a web page, holds a key twice or has a header that
             does not describe its bytes.
     """
-    file_bytes = _size(file)
+    file_bytes = _file_size(file)
     with file.open("rb") as stream:
         header = _parse(_header_text(stream, file, file_bytes), file)
         data_bytes = file_bytes - stream.tell()
@@ -86,7 +86,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError as error:

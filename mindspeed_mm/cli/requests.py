@@ -110,7 +110,7 @@ def _type_of(each: RequestField) -> Any:
     if str in each.types:
         return click.STRING
     if int in each.types:
-        low, high = _whole(declared.least), _whole(declared.most)
+        low, high = _whole_number(declared.least), _whole_number(declared.most)
         return click.INT if low is None and high is None else click.IntRange(low, high)
     if float in each.types:
         least = declared.above if declared.least is None else declared.least
@@ -120,7 +120,7 @@ def _type_of(each: RequestField) -> Any:
     raise TypeError(f"an option of the types {each.types}")
 
 
-def _whole(number: float | None) -> int | None:
+def _whole_number(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 

@@ -98,7 +98,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if words and words[0].endswith(".sh"):
         command, empty = _without_empty(_command_of(Path(words[0]), environment))
         launch = read_launch(command, environment)
-        _check_known(launch.flags, words[0])
+        _check_words(launch.flags, words[0])
         notes = [f"{words[0]}: {name} is set nowhere in it, and taken as empty." for name in empty]
         return launch._replace(flags=[*launch.flags, *words[1:]], notes=tuple(notes))
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
@@ -156,7 +156,7 @@ def _wants_value(word: str) -> bool:
     return word.startswith("-") and "=" not in word and (flag is None or flag.kind != "switch")
 
 
-def _check_known(words: Sequence[str], script: str) -> None:
+def _check_words(words: Sequence[str], script: str) -> None:
     """Raise where a flag's value is one that only a shell can tell."""
     for word in words:
         mark = _UNKNOWN.search(word)

@@ -50,10 +50,10 @@ def files_of_sizes(model: Section, where: str) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: It describes no model whose sizes are enough to build it, or leaves sizes out.
     """
-    if _section(model, "predictor").get("model_id") == "wandit":
+    if _mapping_of(model, "predictor").get("model_id") == "wandit":
         return _wan(model, where)
     kind = _KINDS.get(str(model.get("model_id")))
-    if kind is None or not _section(model, "text_decoder"):
+    if kind is None or not _mapping_of(model, "text_decoder"):
         raise ConfigError(
             "names no model folder, and sizes alone are enough for Qwen2-VL, Qwen2.5-VL and Wan",
             where=where,
@@ -63,8 +63,8 @@ def files_of_sizes(model: Section, where: str) -> dict[str, dict[str, Any]]:
 
 
 def _vision_language(model: Section, kind: str, where: str) -> dict[str, Any]:
-    decoder = _section(model, "text_decoder")
-    tower = _section(_section(model, "image_encoder"), "vision_encoder")
+    decoder = _mapping_of(model, "text_decoder")
+    tower = _mapping_of(_mapping_of(model, "image_encoder"), "vision_encoder")
     _check(decoder, _DECODER_NEEDS, "text_decoder", where)
     _check(tower, _TOWER_NEEDS, "image_encoder.vision_encoder", where)
     config: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _tower(tower: Section, width: int, kind: str) -> dict[str, Any]:
 
 
 def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
-    predictor = _section(model, "predictor")
+    predictor = _mapping_of(model, "predictor")
     _check(predictor, _WAN_NEEDS, "predictor", where)
     takes_images = predictor.get("model_type", model.get("task")) == "i2v"
     width = predictor["hidden_size"]
@@ -121,7 +121,7 @@ def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
         transformer["added_kv_proj_dim"] = width
     scheduler = "UniPCMultistepScheduler"
     noise = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    noise |= {"flow_shift": _section(model, "diffusion").get("shift", 1.0)}
+    noise |= {"flow_shift": _mapping_of(model, "diffusion").get("shift", 1.0)}
     index = {"_class_name": "WanPipeline", **_WAN_PARTS, "scheduler": ["diffusers", scheduler]}
     if takes_images:
         index |= _WAN_PARTS_OF_IMAGES
@@ -132,7 +132,7 @@ def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _section(content: Section, name: str) -> Section:
+def _mapping_of(content: Section, name: str) -> Section:
     found = content.get(name)
     return found if isinstance(found, Mapping) else {}
 

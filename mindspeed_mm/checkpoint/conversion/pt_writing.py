@@ -54,14 +54,14 @@ def write_pt(content: Mapping[str, Any], path: Path, read: Callable[[Entry], mem
     pickler = _Pickler(pickled)
     pickler.dump(content)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, "data.pkl", pickled.getbuffer())
-        _add(archive, "byteorder", memoryview(sys.byteorder.encode()))
+        _add_entry(archive, "data.pkl", pickled.getbuffer())
+        _add_entry(archive, "byteorder", memoryview(sys.byteorder.encode()))
         for number, entry in enumerate(pickler.entries):
-            _add(archive, f"data/{number}", read(entry))
-        _add(archive, "version", memoryview(b"3\n"))
+            _add_entry(archive, f"data/{number}", read(entry))
+        _add_entry(archive, "version", memoryview(b"3\n"))
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
+def _add_entry(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
     info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
     start = archive.start_dir + _HEADER_BYTES + len(info.filename)
     # A field of the header, of four bytes and more, pads it.

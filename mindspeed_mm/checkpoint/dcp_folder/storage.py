@@ -106,13 +106,13 @@ class _NamingFileSystem(FileSystem):
                 yield stream
         except BROKEN as error:
             raise CheckpointError(
-                _why_unreadable(error),
+                _damage_words(error),
                 where=str(path),
                 way_out="Restore the checkpoint from a copy, or name an older one in training.load.",
             ) from error
 
 
-def _why_unreadable(error: Exception) -> str:
+def _damage_words(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     if "weights_only" in str(error):  # torch's advice is to turn that off, and so to let the file run code

@@ -66,14 +66,14 @@ def read_pt_files(paths: Sequence[Path]) -> list[PtContent]:
     command = [sys.executable, "-I", str(pt_index.__file__), *map(str, paths)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = answer.stdout.splitlines()
-    contents = [_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
+    contents = [_pt_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
     if len(lines) < len(paths):
         last = (answer.stderr.strip() or f"exit status {answer.returncode}").splitlines()[-1]
         raise CheckpointError(f"cannot be read: {last}", where=str(paths[len(lines)]), way_out=_BROKEN)
     return contents
 
 
-def _content(path: Path, found: dict[str, Any]) -> PtContent:
+def _pt_content(path: Path, found: dict[str, Any]) -> PtContent:
     if name := found.get("refused"):
         raise CheckpointError(
             f"is refused: it asks for {name}, which weights do not need",

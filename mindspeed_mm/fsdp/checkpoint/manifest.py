@@ -177,9 +177,11 @@ def _differing_content(path: Path, record: FileRecord) -> Problem | None:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if found == record.checksum:
         return None
-    return Problem(f"content has changed: {_short(found)}, {_short(record.checksum)} was committed", str(path))
+    return Problem(
+        f"content has changed: {_short_checksum(found)}, {_short_checksum(record.checksum)} was committed", str(path)
+    )
 
 
-def _short(checksum: str) -> str:
+def _short_checksum(checksum: str) -> str:
     name, _, digits = checksum.partition(":")
     return f"{name} {digits[:16]}…"

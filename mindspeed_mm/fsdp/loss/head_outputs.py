@@ -128,18 +128,18 @@ def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
     Raises:
         ConfigError: Something else than operations on elements.
     """
-    return _ask(model, head_name) or LogitSteps()
+    return _requested_steps(model, head_name) or LogitSteps()
 
 
 def known_logit_steps(model: nn.Module, head_name: str) -> LogitSteps | None:
     """The same; None where a model does something else with its logits, or its code cannot tell."""
     try:
-        return _ask(model, head_name)
+        return _requested_steps(model, head_name)
     except ConfigError:
         return None
 
 
-def _ask(model: nn.Module, head_name: str) -> LogitSteps | None:
+def _requested_steps(model: nn.Module, head_name: str) -> LogitSteps | None:
     owner = model.get_submodule(head_name.rpartition(".")[0])
     head = model.get_submodule(head_name)
     returned = recording(torch.zeros(1, 1, 2))

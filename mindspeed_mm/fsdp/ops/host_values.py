@@ -131,14 +131,14 @@ def facts_of_this_call(mask: torch.Tensor) -> MaskFacts | None:
 
 def tell_facts(model: nn.Module) -> None:
     """Let the facts that came with a mask be found while the model runs on it."""
-    model.register_forward_pre_hook(_begin, with_kwargs=True)
-    model.register_forward_hook(_end, always_call=True)
+    model.register_forward_pre_hook(_note_mask, with_kwargs=True)
+    model.register_forward_hook(_forget_mask, always_call=True)
 
 
-def _begin(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
+def _note_mask(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
     mask = kwargs.get(_KEY)
     _OF_THIS_CALL.set(mask_facts_of(mask) if isinstance(mask, torch.Tensor) else None)
 
 
-def _end(_model: nn.Module, _args: object, _output: object) -> None:
+def _forget_mask(_model: nn.Module, _args: object, _output: object) -> None:
     _OF_THIS_CALL.set(None)

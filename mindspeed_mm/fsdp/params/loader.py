@@ -259,7 +259,7 @@ def _path_of(given: Given) -> Path:
 
 def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
     """The file's text, and its tree with the overrides in it, every key under the name that it has here."""
-    text, root, problems = _parse(given)
+    text, root, problems = _parsed(given)
     notes = Notes(problems=problems)
     if not isinstance(root.value, dict):
         what = "the file is empty" if root.value is None else "the file does not hold sections"
@@ -285,7 +285,7 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
     return text, root, notes
 
 
-def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
+def _parsed(given: Given) -> tuple[str, Node, list[Problem]]:
     """The text, its tree, and what is wrong with the text."""
     if isinstance(given, Path):
         text = read_config_text(given)
@@ -355,10 +355,10 @@ def _by_line(problem: Problem) -> tuple[int, int]:
 
 
 def _origins(arguments: Arguments, root: Node, card_defaults: set[str]) -> dict[str, Origin]:
-    return {key: _origin(key, root, card_defaults) for key, _ in leaves(arguments.to_dict())}
+    return {key: _origin_of_key(key, root, card_defaults) for key, _ in leaves(arguments.to_dict())}
 
 
-def _origin(key: str, root: Node, card_defaults: set[str]) -> Origin:
+def _origin_of_key(key: str, root: Node, card_defaults: set[str]) -> Origin:
     entry = find(root, key)
     if key in card_defaults:
         return Origin("card")

@@ -189,7 +189,7 @@ def names_of(value: object) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _tokens(value: object) -> object:
+def _token_list(value: object) -> object:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -241,7 +241,7 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """A path; relative ones are tried against the working directory, then against the YAML's folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(names_of)]
 """A list of names; one alone may stand without brackets."""
-Tokens = Annotated[tuple[str, ...], BeforeValidator(_tokens)]
+Tokens = Annotated[tuple[str, ...], BeforeValidator(_token_list)]
 """A list of different tokens; in a file, the path of a text with one token a line."""
 PATTERNS = "patterns"
 """Marks the type of a key whose texts are patterns of module or parameter names."""

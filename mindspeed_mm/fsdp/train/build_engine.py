@@ -156,7 +156,7 @@ def build_forward_backward(
     arguments: Arguments, job: Job, assembled: Assembled, objective: Objective, total_steps: int
 ) -> ForwardBackward:
     """How a step's micro-batches go through the model under this plan, and through the critic of a distillation."""
-    forward_backward = _of_the_plan(arguments.parallel, arguments.features, job, assembled, objective)
+    forward_backward = _forward_backward_of_plan(arguments.parallel, arguments.features, job, assembled, objective)
     if (critic := assembled.critic) is None:
         return forward_backward
     from mindspeed_mm.fsdp.train.distillation.critic import DistillationForwardBackward
@@ -169,7 +169,7 @@ def build_forward_backward(
     return DistillationForwardBackward(forward_backward, assembled.model, critic, objective, schedule, updates)
 
 
-def _of_the_plan(
+def _forward_backward_of_plan(
     parallel: ParallelArguments, features: FeatureArguments, job: Job, assembled: Assembled, objective: Objective
 ) -> ForwardBackward:
     if assembled.applied.pipeline is not None:

@@ -43,20 +43,20 @@ def first_of(holder: object, *names: str) -> str:
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
     """The module that takes token embeddings through the layers, where the model's class names one."""
-    return _part(model, "get_decoder")
+    return _declared_part(model, "get_decoder")
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
     """The module that turns tokens into embeddings, where the model's class names one."""
-    return _part(model, "get_input_embeddings")
+    return _declared_part(model, "get_input_embeddings")
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """The module that turns hidden states into logits, where the model's class names one."""
-    return _part(model, "get_output_embeddings")
+    return _declared_part(model, "get_output_embeddings")
 
 
-def _part(model: nn.Module, getter: str) -> nn.Module | None:
+def _declared_part(model: nn.Module, getter: str) -> nn.Module | None:
     get = getattr(model, getter, None)
     if get is None:
         return None

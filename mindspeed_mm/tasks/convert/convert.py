@@ -145,7 +145,7 @@ def _between_layouts(
         )
     if kind == "megatron" and wanted in ("hf", "dcp"):
         assets = _model_of(source, model_folder)
-        family, facts = _family_of(assets, kind), CommonModelConfig()
+        family, facts = _named_family(assets, kind), CommonModelConfig()
         if wanted == "dcp":
             return kind, megatron_to_dcp(family, source, assets, target, writing=writing)
         return kind, megatron_to_hf(family, source, assets, target, None, facts=facts, writing=writing)
@@ -235,7 +235,7 @@ def _divided(
         assets = source
     else:
         assets = _model_of(source, model_folder)
-    family = _family_of(assets, kind)
+    family = _named_family(assets, kind)
     layers = even_stages(family.model(model_config(assets)).depths["text"], division.pp, division.vpp)
     said = ParallelConfig(llm_pp_layers=list(map(list, layers)), tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
@@ -293,7 +293,7 @@ def _model_of(source: Path, told: Path | None) -> Path:
     return found
 
 
-def _family_of(folder: Path, kind: str) -> MegatronFamily:
+def _named_family(folder: Path, kind: str) -> MegatronFamily:
     """The family of the model whose folder was named."""
     way_out = "Any other trains from a distributed checkpoint: --to dcp."
     if kind in ("dcp", "run"):

@@ -236,7 +236,7 @@ def resolve_request(request: GenerateRequest, arguments: Arguments | None) -> tu
     sampling = _configured(arguments.training, arguments.inference) if arguments is not None else SamplingArguments()
     sampling = sampling.model_copy(update=dict(request.settings))
     if request.prompts or request.prompts_file is not None:
-        return sampling, _asked(request)
+        return sampling, _requested_prompts(request)
     prompts = prompts_of(sampling)
     if not prompts:
         raise UsageError("there are no prompts", way_out="Give --prompt TEXT or --prompts FILE.")
@@ -248,7 +248,7 @@ def missing_of(batch: SampleBatch, done: set[Key]) -> list[SampleOrder]:
     return [order for order in batch if (order.prompt.number, order.number) not in done]
 
 
-def _asked(request: GenerateRequest) -> list[Prompt]:
+def _requested_prompts(request: GenerateRequest) -> list[Prompt]:
     files = {name: _checked(name, path) for name, path in request.media.items()}
     image, others = files.pop("image", None), tuple(files.items())
     prompts = [Prompt(number, text, "--prompt", image, others=others) for number, text in enumerate(request.prompts)]

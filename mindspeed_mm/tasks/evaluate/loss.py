@@ -170,7 +170,7 @@ def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Open
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
     dataset = _rows(request, arguments)
     with loss_of_run(arguments, request.folder, dataset.processor) as (measured, weights):
-        yield measured, dataset, arguments, _facts(request, request.folder, None) | {"weights": weights}
+        yield measured, dataset, arguments, _facts_of_loss(request, request.folder, None) | {"weights": weights}
 
 
 def _of_folder(request: EvaluateRequest) -> _Opened:
@@ -182,7 +182,12 @@ def _of_folder(request: EvaluateRequest) -> _Opened:
     if source.lora is not None:
         model = load_peft(model, source.lora).get_base_model()
     device = current_device()
-    return loss_of_model(model.to(device), device), dataset, arguments, _facts(request, source.folder, source.lora)
+    return (
+        loss_of_model(model.to(device), device),
+        dataset,
+        arguments,
+        _facts_of_loss(request, source.folder, source.lora),
+    )
 
 
 def _arguments_of(source: ModelSource, param: DatasetParam) -> Arguments:
@@ -304,7 +309,7 @@ def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
     return MeanLoss(total / weight, len(rows), sum(row.tokens for row in rows))
 
 
-def _facts(request: EvaluateRequest, model: Path, lora: Path | None) -> Facts:
+def _facts_of_loss(request: EvaluateRequest, model: Path, lora: Path | None) -> Facts:
     facts = {"model": str(model.absolute())}
     if lora is not None:
         facts["lora"] = str(lora.absolute())

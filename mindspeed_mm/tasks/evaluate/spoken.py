@@ -75,7 +75,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     questions = [Question(line.row, line.id, line.task, ask(line.job.text).sample, line.job.text) for line in lines]
     others = None if request.against is None else read_others(request.against, questions, comparison)
     for line in lines:
-        with _at(line.place):
+        with _naming_row(line.place):
             voice.checked(line.job)
     make_writable_folder(out / SOUNDS)
     began = time.monotonic()
@@ -152,12 +152,12 @@ def _reference(row: dict[str, Any], place: str, loader: MediaLoader) -> Referenc
         return None
     if not isinstance(given, str):
         raise DataError(f"{given!r:.80} is not the path of one recording", where=place, key="ref_audio")
-    with _at(place), loader.open(given) as file:
+    with _naming_row(place), loader.open(given) as file:
         return Reference(file.read(), given, words)
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def _naming_row(place: str) -> Iterator[None]:
     """Errors that pass through here name a row."""
     try:
         yield
@@ -170,7 +170,7 @@ def _speak(voice: Voice, lines: Sequence[SpokenLine], folder: Path) -> int:
     """Write what the model says, a file a row; returns how many were cut off."""
     progress, cut_off = WorkProgress("texts", total=len(lines)), 0
     for line in lines:
-        with _at(line.place):
+        with _naming_row(line.place):
             said = voice.speak(line.job)
         atomic_write_bytes(_sound(folder, line), wave_bytes(said.sound))
         cut_off += not said.finished

@@ -128,7 +128,7 @@ def options_of(words: Sequence[str], where: str) -> list[Setting]:
             found[name].append(value_of(word))
         elif match := re.fullmatch(r"([A-Za-z][\w.]*)=(.*)", word, re.DOTALL):
             found[match[1]] = [value_of(match[2])]
-    return [Setting(key, _one(values), where) for key, values in found.items()]
+    return [Setting(key, _given_value(values), where) for key, values in found.items()]
 
 
 def value_of(text: str) -> Any:
@@ -142,7 +142,7 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _one(values: list[Any]) -> Any:
+def _given_value(values: list[Any]) -> Any:
     """A switch is on, one value is itself, several are a list."""
     if not values:
         return True
@@ -247,7 +247,7 @@ def _read_script(path: Path) -> Given:
             words = shlex.split(_without_comment(_computed(line, variables)))
         except ValueError:
             continue
-        words = [_filled(word, variables) for word in words]
+        words = [_with_variables(word, variables) for word in words]
         if words and words[0] in ("export", "set"):
             words = words[1:]
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
@@ -308,7 +308,7 @@ def _computed(line: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\(\(([^()]*)\)\)|\$\(expr ([^()]*)\)|`expr ([^`]*)`", result, line)
 
 
-def _filled(word: str, variables: Mapping[str, str]) -> str:
+def _with_variables(word: str, variables: Mapping[str, str]) -> str:
     """A word with the values of variables; what the script does not set stays marked."""
 
     def value(match: re.Match[str]) -> str:

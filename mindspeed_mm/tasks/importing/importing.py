@@ -204,7 +204,7 @@ def _translate(draft: PeerSetup, setting: Setting) -> None:
             return
         told = _outcome(draft, row, setting.value)
     assert told is not None
-    _take(draft, setting, row, told)
+    _note_setting(draft, setting, row, told)
 
 
 def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
@@ -227,7 +227,7 @@ def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return no(f"its value cannot be read; set {row.ours}")
 
 
-def _take(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
+def _note_setting(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
     """Note what became of a setting, and write what it says."""
     if isinstance(outcome, Told):
         draft.findings.append(SettingResult(setting.key, setting.where, outcome.kind, note=outcome.note))
@@ -256,7 +256,7 @@ def _add_defaults(draft: PeerSetup) -> None:
             if is_late and given:
                 for each in given:
                     told = shell_value(each.value)
-                    _take(
+                    _note_setting(
                         draft,
                         each,
                         row,

@@ -21,11 +21,11 @@ def as_text(imported: Imported) -> str:
     """The YAML, without any secret."""
     lines = [_comment(f"From {imported.tool}: {imported.source}")]
     lines += [_comment(f"Download first: {command}") for command in imported.downloads]
-    lines += _section(imported.sections(), imported.comments, "", 0)
+    lines += _section_lines(imported.sections(), imported.comments, "", 0)
     for kind, title in (("idle", "Without effect here:"), ("unsupported", "Not supported, and what to do instead:")):
         found = [each for each in imported.findings if each.kind == kind]
         if found:
-            lines += ["", _comment(title), *_told(found)]
+            lines += ["", _comment(title), *_result_lines(found)]
     return without_secrets("\n".join(lines) + "\n")
 
 
@@ -56,7 +56,7 @@ def _told_as_data(imported: Imported) -> dict[str, Any]:
     }
 
 
-def _section(section: Mapping[str, Any], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
+def _section_lines(section: Mapping[str, Any], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
     lines = []
     indent = "  " * level
     for name, value in section.items():
@@ -64,7 +64,7 @@ def _section(section: Mapping[str, Any], comments: Mapping[str, str], prefix: st
         comment = comments.get(key, "")
         behind = f"   {_comment(comment)}" if comment else ""
         if isinstance(value, dict) and value and key not in comments:
-            lines += [f"{indent}{name}:", *_section(value, comments, f"{key}.", level + 1)]
+            lines += [f"{indent}{name}:", *_section_lines(value, comments, f"{key}.", level + 1)]
         elif isinstance(value, list) and value and _is_long(value, indent, name):
             lines.append(f"{indent}{name}:{behind}")
             lines += [f"{indent}  - {_flow(each)}" for each in value]
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
     return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}e{int(exponent):+d}".replace("e+", "e+")
 
 
-def _told(findings: Sequence[SettingResult]) -> list[str]:
+def _result_lines(findings: Sequence[SettingResult]) -> list[str]:
     """Settings with the same reason on one line."""
     by_note: dict[str, list[str]] = {}
     for each in findings:

@@ -236,11 +236,11 @@ def sizes(card: ModelCard) -> str:
     known = sorted(size for size in card.released.values() if size is not None)
     if not known:
         return ""
-    smallest, largest = _rounded(known[0]), _rounded(known[-1])
+    smallest, largest = _short_size(known[0]), _short_size(known[-1])
     if smallest == largest:
         return f"{smallest} B"
     return f"{smallest}–{largest} B"
 
 
-def _rounded(size: float) -> str:
+def _short_size(size: float) -> str:
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}"

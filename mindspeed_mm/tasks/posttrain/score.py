@@ -148,7 +148,7 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
                 "has no prompt", where=each.place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}."
             )
         prompts.append(text)
-        samples.append(_sample(each.row, each.place, suffix, media))
+        samples.append(_medium_or_text(each.row, each.place, suffix, media))
         rows.append(each.row)
         places.append(each.place)
     found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
@@ -161,7 +161,7 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
 
 
-def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
+def _medium_or_text(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
     """The picture, or the text."""
     key = f"{_PICTURE}{suffix}"
     if isinstance(name := row.get(key), str):

@@ -234,10 +234,10 @@ class InferRequest(Request):
             if name in names:
                 what = "nothing is drawn" if name in _OF_DRAWING else "is not built for models that answer and draw"
                 way_out = "Name the file for the picture: --draw FILE." if name in _OF_DRAWING else "Leave it out."
-                raise UsageError(what, key=_flag(name), way_out=way_out)
+                raise UsageError(what, key=_option_name(name), way_out=way_out)
         for name in ("temperature", "max_new_tokens"):
             if self.draw is not None and name in names:
-                raise UsageError("the answer is a picture", key=_flag(name), way_out="Leave it out, or --draw.")
+                raise UsageError("the answer is a picture", key=_option_name(name), way_out="Leave it out, or --draw.")
         for kind, path in self.media:
             if kind != "image":
                 raise UsageError(f"such a model takes no {kind}", key=f"--{kind}", way_out="Leave it out.")
@@ -274,7 +274,7 @@ _OF_UNIFIED = frozenset({"draw", "temperature", "max_new_tokens", "num_inference
 _NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "out", "media_dir", "batch_size", "overwrite", "top_p")
 
 
-def _flag(name: str) -> str:
+def _option_name(name: str) -> str:
     return {"num_inference_steps": "--steps"}.get(name, f"--{name.replace('_', '-')}")
 
 

@@ -57,7 +57,8 @@ class BoardJob:
         said = self.said()
         return {
             "job": self.number, "kind": self.kind, "name": self.name, "began": self.began, "exit_code": code,
-            "stops": self.stops, "said": said, "address": _address(said) if self.kind == SERVE and code is None else "",
+            "stops": self.stops, "said": said,
+            "address": _page_address(said) if self.kind == SERVE and code is None else "",
         }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ class Jobs:
             return job
 
 
-def _address(said: str) -> str:
+def _page_address(said: str) -> str:
     """Where a server's page is, once it has said so."""
     for line in said.splitlines():
         if line.startswith("{"):

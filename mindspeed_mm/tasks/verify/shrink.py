@@ -149,19 +149,19 @@ def _is_tower(name: str) -> bool:
     return re.search("vision|visual|audio", name) is not None
 
 
-def _is_count(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _counts_in(part: Config, keys: Sequence[str]) -> list[str]:
     """Those of the settings that the section has, as whole numbers above 0."""
-    return [key for key in keys if _is_count(part.get(key))]
+    return [key for key in keys if _is_whole_number(part.get(key))]
 
 
 def _first_count(part: Config, keys: Sequence[str]) -> str | None:
     """Return the first of these keys whose value is a positive integer; None without one."""
     for key in keys:
-        if _is_count(part.get(key)):
+        if _is_whole_number(part.get(key)):
             return key
     return None
 
@@ -175,7 +175,7 @@ def _cut_layers(part: Config, key: str, fewest: int) -> None:
     chosen = _chosen_layers(part, count, fewest)
     if len(chosen) == count:
         return
-    if _is_count(part.get(_DENSE_ONES)):
+    if _is_whole_number(part.get(_DENSE_ONES)):
         part[_DENSE_ONES] = sum(layer < part[_DENSE_ONES] for layer in chosen)
     for name, value in list(part.items()):
         if _is_list_of_layers(value, count):
@@ -201,7 +201,7 @@ def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
 def _kind(part: Config, layer: int, count: int) -> tuple[object, ...]:
     """What tells a layer from others: layers of one kind are equal in all of it."""
     facts: list[object] = []
-    if _is_count(part.get(_DENSE_ONES)):
+    if _is_whole_number(part.get(_DENSE_ONES)):
         facts.append(layer < part[_DENSE_ONES])
     for name, value in part.items():
         if _is_list_of_layers(value, count):
@@ -234,7 +234,7 @@ def _cut_experts(part: Config, ranks: int) -> None:
     if key is None or part[key] % ranks:
         return
     chosen = _first_count(part, _CHOSEN)
-    is_grouped = _is_count(part.get("n_group"))
+    is_grouped = _is_whole_number(part.get("n_group"))
     most = groups = 1
     if chosen:
         most = min(part[chosen], MOST_EXPERTS_CHOSEN)
@@ -296,7 +296,7 @@ def _narrow_windowed(part: Config, before: Mapping[str, Any]) -> None:
     """Settings of layers with a window become smaller as those of the others did."""
     for key in list(part):
         other = key.removeprefix(_WINDOWED)
-        if other != key and _is_count(part[key]) and _is_count(before.get(other)):
+        if other != key and _is_whole_number(part[key]) and _is_whole_number(before.get(other)):
             part[key] = part[key] * part[other] // before[other]
 
 

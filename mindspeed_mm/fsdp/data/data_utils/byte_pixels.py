@@ -136,7 +136,7 @@ def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.
         seen = _by_channel(values, len(table))
         if seen is None:
             continue
-        if known is not None and _agree(seen, *known, table):
+        if known is not None and _table_explains(seen, *known, table):
             return known[0], (which, tuple(values.shape), known[1])
         half = seen.shape[2] // 2
         repeats = 2 if values.dim() == 2 and torch.equal(seen[:, :, :half], seen[:, :, half:]) else 1
@@ -149,7 +149,7 @@ def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.
     return None
 
 
-def _agree(seen_NCR: torch.Tensor, codes_NCR: torch.Tensor, repeats: int, table: torch.Tensor) -> bool:
+def _table_explains(seen_NCR: torch.Tensor, codes_NCR: torch.Tensor, repeats: int, table: torch.Tensor) -> bool:
     """Whether a table is the one that bytes were made numbers by, as some of them tell."""
     if len(table) not in (1, codes_NCR.shape[1]):
         return False

@@ -160,13 +160,13 @@ def _plugins_of(param: DatasetParam, processor: object) -> dict[str, dict[str, s
     name, rows = type(processor).__name__, param.dataset_type
     found = {}
     if name in MM_PLUGINS and rows == BUILT_IN:
-        found[_MEDIA] = _entry(name, MM_PLUGINS.get(name))
+        found[_MEDIA] = _part_entry(name, MM_PLUGINS.get(name))
     if rows in data_register and rows not in dataset_modules():
-        found[_ROWS] = _entry(rows, data_register.get(rows))
+        found[_ROWS] = _part_entry(rows, data_register.get(rows))
     return found
 
 
-def _entry(name: str, kind: Any) -> dict[str, str]:
+def _part_entry(name: str, kind: Any) -> dict[str, str]:
     return {"name": name, "class": f"{kind.__module__}.{kind.__qualname__}"}
 
 

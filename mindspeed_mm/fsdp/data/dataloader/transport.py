@@ -102,7 +102,7 @@ def preloaded(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         return
     stream, waiting = torch.Stream(device), None
     for step in steps:
-        _begin(step, device, stream)
+        _begin_copies(step, device, stream)
         if waiting is not None:
             yield waiting
         waiting = step
@@ -124,7 +124,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy.tensor
 
 
-def _begin(step: list[Batch], device: torch.device, stream: torch.Stream) -> None:
+def _begin_copies(step: list[Batch], device: torch.device, stream: torch.Stream) -> None:
     arrived, copies = torch.Event(device), []
     with stream:
         for batch in step:

@@ -292,7 +292,7 @@ def write_index(
     lines: list[dict[str, Any]] = []
     cut = empty = 0
     for record in records:
-        lines.append(_placed(record, work.homes, folder.path).to_json())
+        lines.append(_placed_record(record, work.homes, folder.path).to_json())
         cut += record.cut_captions > 0
         empty += not all(map(str.strip, record.captions))
     shards = {span.path.name: span.path.stat().st_size for span in folder.shards()}
@@ -343,12 +343,12 @@ def read_skipped(path: Path) -> list[SkippedRow]:
     return skipped
 
 
-def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
+def _placed_record(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
     """A row with the tensors that are its own, and those that it shares with older rows."""
     stem = record.own_stem
     shard, tensors = homes.get(stem, ("", {}))
     found, places = dict(tensors), dict[str, tuple[str, str]]()
-    for name, home, stored in _shared(record, homes):
+    for name, home, stored in _shared_names(record, homes):
         found[name] = homes[home][1][stored]
         places[name] = (homes[home][0], f"{home}/{stored}")
     if "latents" not in found:
@@ -360,7 +360,7 @@ def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
     return replace(record, shard=shard or places["latents"][0], tensors=found, places=places)
 
 
-def _shared(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str]]:
+def _shared_names(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str]]:
     """Name without the key, stem of the older row, and name there, of what a row shares."""
     if record.media_stem in homes:
         for stored in homes[record.media_stem][1]:

@@ -61,7 +61,7 @@ class LegacyFeatureStore(UnmarkedFeatures):
 
     def __init__(self, folder: Path, adapter: DiffusionAdapter) -> None:
         self.folder, self._geometry = folder, adapter.geometry
-        self._files = [_row(number, line, folder) for number, line in _lines(folder / LIST_FILE)]
+        self._files = [_legacy_row(number, line, folder) for number, line in _lines(folder / LIST_FILE)]
         _check_distinct(self._files, folder)
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     return [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
 
 
-def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
+def _legacy_row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Name of the `.pt` file, and the caption."""
     where = f"{folder / LIST_FILE}:{number}"
     try:

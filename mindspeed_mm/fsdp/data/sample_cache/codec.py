@@ -53,7 +53,7 @@ def pack(sample: Mapping[str, Any], place: str) -> bytes:
     """
     writer = _Writer(place)
     plan = json.dumps(writer.plan(sample), ensure_ascii=False, separators=(",", ":")).encode()
-    return b"".join([_HEAD.pack(len(plan)), _padded(_HEAD.size, plan), *writer.blocks])
+    return b"".join([_HEAD.pack(len(plan)), _aligned_content(_HEAD.size, plan), *writer.blocks])
 
 
 def unpack(record: bytearray, place: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class _Writer:
             if low == high:
                 return [None, low]
             array = array.astype(_narrowest(low, high), copy=False)
-        start, content = self._end, _padded(0, array.tobytes())
+        start, content = self._end, _aligned_content(0, array.tobytes())
         self.blocks.append(content)
         self._end += len(content)
         return [array.dtype.name, start]
@@ -227,5 +227,5 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _padded(before: int, content: bytes) -> bytes:
+def _aligned_content(before: int, content: bytes) -> bytes:
     return content + bytes(_aligned(before + len(content)) - before - len(content))

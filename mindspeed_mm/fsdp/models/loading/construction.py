@@ -171,7 +171,7 @@ def _construct_transformers(
         options = options | {"attn_implementation": by_library}
     with parameters_on_meta(), no_init_weights():
         if model_args.model_id is None:
-            with _explained(model_args):
+            with _explained_construction(model_args):
                 model = model_class._from_config(config, **options)
         else:
             model = _call(model_class._from_config, config, options, model_args)
@@ -189,7 +189,7 @@ def _construct_transformers(
 
 
 @contextmanager
-def _explained(model_args: ModelArguments) -> Iterator[None]:
+def _explained_construction(model_args: ModelArguments) -> Iterator[None]:
     """What a class of transformers raises while it is built comes from the sizes in config.json."""
     try:
         yield

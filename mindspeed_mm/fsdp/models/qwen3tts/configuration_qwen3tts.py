@@ -72,8 +72,8 @@ class Qwen3TTSConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         talker = _as_mapping(talker_config)
-        predictor = _blocks(_PREDICTOR | _as_mapping(talker.pop("code_predictor_config", None)))
-        self.talker_config: Any = _blocks(_TALKER | talker)
+        predictor = _block_settings(_PREDICTOR | _as_mapping(talker.pop("code_predictor_config", None)))
+        self.talker_config: Any = _block_settings(_TALKER | talker)
         self.talker_config.code_predictor_config = predictor
         if predictor.num_code_groups != self.talker_config.num_code_groups:
             raise ValueError(
@@ -92,7 +92,7 @@ class Qwen3TTSConfig(PreTrainedConfig):
         return self.talker_config  # type: ignore[no-any-return]
 
 
-def _blocks(values: Mapping[str, Any]) -> Qwen3Config:
+def _block_settings(values: Mapping[str, Any]) -> Qwen3Config:
     """The settings of Qwen3's blocks. The talker counts every position alike in time, height and width, so its rotary
     embedding in three parts is the plain one."""
     values = _without_type(values)

@@ -32,7 +32,7 @@ _SIDE_STEP = 32
 _LATENTS_OF = "_latents"
 
 
-def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+def _vae_ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
     """One factor of two for each entry of `temperal_downsample`; pictures have no time."""
     return 2 ** len(vae.get("temperal_downsample", (0,) * 3)), 1
 
@@ -73,7 +73,7 @@ class QwenImageAdapter(DiffusionAdapter):
     }
     memory_streams = ("samples",)
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
-    sizes = LatentSizes(64, ratios=_ratios, packs=True)
+    sizes = LatentSizes(64, ratios=_vae_ratios, packs=True)
     widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED)
     scale = BY_SETTINGS

@@ -176,7 +176,7 @@ class Generator:
             NotFiniteError: The scores for a question are not finite. The other answers of its batch come first.
         """
         for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
-            for batch in _batches(encoded, batch_size):
+            for batch in _alike_batches(encoded, batch_size):
                 rows = []
                 for question, each in batch:
                     rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
@@ -430,7 +430,7 @@ Asked = tuple[Question, EncodedQuestion]
 """A question, and as the model takes it."""
 
 
-def _batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]:
+def _alike_batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]:
     """Questions of like length and of the same adapters."""
     groups: dict[str | None, list[Asked]] = {}
     for pair in sorted(encoded, key=lambda pair: len(pair[1].input_ids)):

@@ -113,7 +113,7 @@ def evaluate_answers(
     samples = []
     for question, answer in answered:
         outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
-        sample = _sample(question, answer, outcome, comparison)
+        sample = _scored_sample(question, answer, outcome, comparison)
         if verdicts is not None:
             sample["judge"] = None
             if verdict := verdicts.get(question.row):
@@ -140,7 +140,7 @@ def write_evaluation(evaluation: Evaluation, out: Path) -> None:
     atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
-def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
+def _scored_sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
     names = question.image_names
     sample: dict[str, Any] = {
         "id": question.id,

@@ -37,7 +37,7 @@ class Change:
     """Factor on the ranks."""
 
     def __str__(self) -> str:
-        words = [f"{key}={_yaml(value)}" for key, value in self.settings.items()]
+        words = [f"{key}={_yaml_word(value)}" for key, value in self.settings.items()]
         if self.ranks > 1:
             words.append(f"{self.ranks} times the ranks")
         return " ".join(words)
@@ -146,5 +146,5 @@ def _rows(batch: Batch) -> int:
     return len(first) if first is not None else 1
 
 
-def _yaml(value: Any) -> str:
+def _yaml_word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

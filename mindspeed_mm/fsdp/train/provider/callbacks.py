@@ -182,7 +182,7 @@ def _read_loss(returned: object) -> LossValue:
 def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
     """Return the number as a 0-d tensor of the loss's type and device. Raises `ConfigError` for no number, and for a
     negative one on the host."""
-    is_number = _is_number(given)
+    is_number = _is_real(given)
     on_host = not isinstance(given, torch.Tensor) or given.device.type == "cpu"  # another device would be waited for
     if not is_number or (on_host and given < 0):
         raise ConfigError(
@@ -203,7 +203,7 @@ def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
         is_pair = isinstance(value, (tuple, list)) and len(value) == 2
         parts = value if is_pair else (value,)
         found[name] = value
-        if not all(map(_is_number, parts)):
+        if not all(map(_is_real, parts)):
             raise ConfigError(
                 f"reports {_described(value)} as '{name}'",
                 key="loss_func",
@@ -212,7 +212,7 @@ def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _is_number(value: object) -> bool:
+def _is_real(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, (np.ndarray, np.generic)):

@@ -50,10 +50,10 @@ def digest_of(text: str) -> str:
 def text_of(header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
     """The content of a file; numbers as they are, to the last bit."""
     body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples)
-    return json.dumps({**header, _CHECKSUM: _checksum(header, body)}) + "\n" + body
+    return json.dumps({**header, _CHECKSUM: _rollout_checksum(header, body)}) + "\n" + body
 
 
-def _checksum(header: Mapping[str, Any], body: str) -> str:
+def _rollout_checksum(header: Mapping[str, Any], body: str) -> str:
     return digest_of(json.dumps(header, sort_keys=True) + body)
 
 
@@ -94,7 +94,7 @@ def read_samples(path: Path) -> StoredRollout | None:
         header, samples = parse_json(first), [parse_json(line) for line in body.split("\n") if line]
     except (OSError, ValueError):
         return None
-    if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _checksum(header, body):
+    if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _rollout_checksum(header, body):
         return None
     return StoredRollout(header, samples, digest_of(text))
 

@@ -312,7 +312,7 @@ class FlowRollouts:
 
     def _policy_steps(self, samples: Sequence[FlowSample], common: Batch) -> Iterator[Batch]:
         """Of a policy gradient: one micro-batch for each step that is trained."""
-        path = Trajectories.joined(_paths(samples))
+        path = Trajectories.joined(_drawn_paths(samples))
         for index in self._window.trained(samples[0].rollout):
             batch = common | {
                 "latents": path.states[index],
@@ -327,7 +327,7 @@ class FlowRollouts:
     def _nft_levels(self, samples: Sequence[FlowSample], common: Batch) -> Iterator[Batch]:
         """Of negative-aware fine-tuning: each sample with noise of some levels of the sampler's grid, in an order of
         its own, and what the policy that drew it predicts there."""
-        latents = torch.stack([path.latents for path in _paths(samples)])
+        latents = torch.stack([path.latents for path in _drawn_paths(samples)])
         sigmas = torch.tensor(self._steps.sigmas[:-1], dtype=latents.dtype)
         orders = torch.stack([self._order(sample, len(sigmas)) for sample in samples])
         flow = self._posttrain.flow
@@ -358,7 +358,7 @@ class FlowRollouts:
         return batch | {"_reference": self._generator.predict(reference, batch, noisy)}
 
 
-def _paths(samples: Sequence[FlowSample]) -> list[Trajectories]:
+def _drawn_paths(samples: Sequence[FlowSample]) -> list[Trajectories]:
     """Of samples that have been drawn."""
     paths = []
     for sample in samples:

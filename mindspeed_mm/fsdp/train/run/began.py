@@ -51,7 +51,7 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
             origins[key] = Origin("run", str(resolved))
     if origins == config.origins:
         return config
-    arguments = _checked(tree, resolved)
+    arguments = _checked_tree(tree, resolved)
     return replace(config, arguments=arguments, origins=origins)
 
 
@@ -102,7 +102,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[name] = value
 
 
-def _checked(tree: dict[str, Any], resolved: Path) -> Arguments:
+def _checked_tree(tree: dict[str, Any], resolved: Path) -> Arguments:
     try:
         arguments = Arguments.model_validate(tree)
     except ValidationError as error:

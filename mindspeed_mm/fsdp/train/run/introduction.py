@@ -134,7 +134,8 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
     dtype = assembled.plan.precision.name
     return (
         f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
-        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
+        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}"
+        f"{_weights_words(assembled.loaded)}"
     )
 
 
@@ -165,7 +166,7 @@ def _padding(collate_param: CollateParam) -> str:
     return f"rows padded to multiples of {padding_multiple(collate_param)} tokens ({source})"
 
 
-def _weights(loaded: LoadReport) -> str:
+def _weights_words(loaded: LoadReport) -> str:
     """Where the weights came from; nothing when a checkpoint fills them."""
     if loaded.folder:
         return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"

@@ -145,12 +145,12 @@ def _first_difference(mine: Mapping[str, object], world_size: int) -> tuple[int,
     everyone = [mine] * world_size
     dist.all_gather_object(everyone, mine)
     rank = next(r for r in range(world_size) if digests[r] != digests[0])
-    return rank, "; ".join(sorted(_differences(everyone[0], everyone[rank]))[:5])
+    return rank, "; ".join(sorted(_differing_keys(everyone[0], everyone[rank]))[:5])
 
 
-def _differences(left: object, right: object, path: str = "") -> Iterator[str]:
+def _differing_keys(left: object, right: object, path: str = "") -> Iterator[str]:
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted({*left, *right}):
-            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+            yield from _differing_keys(left.get(key), right.get(key), f"{path}.{key}" if path else key)
     elif left != right:
         yield f"{path.removeprefix('config.')} is {left!r} on the one and {right!r} on the other"

@@ -118,7 +118,7 @@ def run(request: EvaluateRequest) -> PublishedResult:
         unjudged = Unjudged.of(out, asked.data, settings, ((item.id, item.prompt) for item in items))
 
         def answer() -> dict[int, Answer]:
-            return _answers(asked, source, items, ranks)
+            return _answers_by_place(asked, source, items, ranks)
 
         answers = answer() if judge is None else unjudged.answers(ranks, answer)
         facts = _facts(asked, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
@@ -180,7 +180,7 @@ def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, A
     return {"judge": asked.judge.facts(), "note": note}
 
 
-def _answers(asked: _AskedSet, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
+def _answers_by_place(asked: _AskedSet, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
     """Of each item, by its place."""
     folder = asked.data if asked.data.is_dir() else asked.data.parent
     generator = load_on_ranks(source, rows_view(source, asked.request.config), asked.request.plan, ranks)

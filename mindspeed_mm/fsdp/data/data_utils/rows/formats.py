@@ -141,12 +141,12 @@ class RowFormat:
         columns, tags = entry.get("columns"), entry.get("tags") or {}
         formatting = entry.get("formatting", None if columns is None else "alpaca")
         if formatting is not None:
-            _check_known([formatting], FORMAT_WORDS, where, "formatting")
+            _check_names([formatting], FORMAT_WORDS, where, "formatting")
         found: dict[str, Any] = {}
         if columns is not None:
-            _check_known(columns, _COLUMNS, where, "columns")
+            _check_names(columns, _COLUMNS, where, "columns")
             found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
-        _check_known(tags, _TAGS, where, "tags")
+        _check_names(tags, _TAGS, where, "tags")
         found |= _given(tags, _TAGS)
         return cls(**found, formatting=formatting, ranking=bool(entry.get("ranking")) or None)
 
@@ -227,7 +227,7 @@ def _given(section: Mapping[str, Any] | Section, names: Collection[str]) -> dict
     return {name: value for name, value in section.items() if name in names and value is not None}
 
 
-def _check_known(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
+def _check_names(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
     for name in names:
         if name not in known:
             near = nearest(str(name), known)

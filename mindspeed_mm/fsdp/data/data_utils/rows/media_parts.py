@@ -63,13 +63,13 @@ def read_parts(parts: list[Any], sample: Sample, key: str) -> str | list[JsonObj
     Raises:
         DataError: A part is of an unknown type, or what it holds is not of that type.
     """
-    found = [_part(part, sample, f"{key}[{number}]") for number, part in enumerate(parts)]
+    found = [_typed_part(part, sample, f"{key}[{number}]") for number, part in enumerate(parts)]
     if all(part["type"] == "text" for part in found):
         return "".join(part["text"] for part in found)
     return [part for part in found if part["type"] != "text" or part["text"]]
 
 
-def _part(part: object, sample: Sample, key: str) -> JsonObject:
+def _typed_part(part: object, sample: Sample, key: str) -> JsonObject:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     where, name = str(sample.place), part.get("type") if isinstance(part, Mapping) else None

@@ -130,7 +130,7 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
         return [_as_asked(each, entry, attr, is_alone=len(found) == 1) for each in found]
     dataset_dir, info = search.dataset_dir, search.info
     if entry in info:
-        return [_described(entry, info[entry], dataset_dir)]
+        return [_described_source(entry, info[entry], dataset_dir)]
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
             return _of_path(entry, path, search)
@@ -213,7 +213,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") and part != ".." for part in path.parts)
 
 
-def _described(name: str, entry: object, dataset_dir: Path) -> RowSource:
+def _described_source(name: str, entry: object, dataset_dir: Path) -> RowSource:
     """The source that an entry of `dataset_info.json` describes."""
     where = f"{INFO_FILE}: {name}"
     if not isinstance(entry, dict):

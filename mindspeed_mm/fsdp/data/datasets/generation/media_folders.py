@@ -166,7 +166,7 @@ class TarSamples:
         for suffix in CAPTION_SUFFIXES:
             caption = parts.get(suffix.removeprefix("."))
             if caption is not None:
-                row["cap"] = _lines(_decoded(self._bytes(caption), f"{self.name}/{caption}"))
+                row["cap"] = _lines(_utf8_text(self._bytes(caption), f"{self.name}/{caption}"))
                 break
         return row
 
@@ -396,12 +396,12 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MOST_CAPTION_BYTES:
             raise DataError("is too long for a caption", where=str(path))
-        return _decoded(path.read_bytes(), str(path))
+        return _utf8_text(path.read_bytes(), str(path))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
-def _decoded(data: bytes, where: str) -> str:
+def _utf8_text(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -168,7 +168,7 @@ class RawSource:
             number = drawn_view(self.seed, epoch, sample_id, self.views)
             media = self._seen(index, row, number)
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
         item = {
             "sample_id": sample_id,
             "epoch": epoch,
@@ -204,7 +204,7 @@ class RawSource:
             found = self.contradiction(row)
             drawn = drawn_caption(self.seed, 0, self.key(index, row), len(row.captions))
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
         header, told = self.headers[index], ""
         if found is not None:
             header, told = found.header, found.what
@@ -236,7 +236,7 @@ class RawSource:
             views = [self._seen(index, row, number) for number in range(self.views)]
             return {name: torch.stack([view[name] for view in views]) for name in views[0]}
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
 
     def _seen(self, index: int, row: GenerationRow, number: int) -> dict[str, torch.Tensor]:
         """One view of a row's media: all of them are scaled, cut and turned alike."""
@@ -463,7 +463,7 @@ class RawSource:
             if self._sound is not None and header.fps > 0:
                 self._probe_sound(row, self._sound)
         except DataError as error:
-            return _at(row, error)
+            return _error_at_row(row, error)
         return header
 
     def _probe_sound(self, row: GenerationRow, sound: SoundGeometry) -> None:
@@ -513,7 +513,7 @@ def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
         )
 
 
-def _at(row: GenerationRow, error: DataError) -> DataError:
+def _error_at_row(row: GenerationRow, error: DataError) -> DataError:
     """The error with the row's place in front."""
     problem = error.problems[0]
     where = f"{row.place}  {problem.where}".strip()

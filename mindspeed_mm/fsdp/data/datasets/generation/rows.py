@@ -407,11 +407,11 @@ def parse_row(
     if REJECTED in roles:
         rest = as_pair(rest, place)
         scores = take_scores(rest, place)
-    media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
+    media = _medium(_taken_field(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     for companion in companions:
         if companion.column not in rest:
             rest[companion.column] = companion.of(media, place)
-    rest = _spread(rest, roles, place)
+    rest = _one_column_each(rest, roles, place)
     of_roles: dict[str, str | bytes] = {}
     for role in roles:
         found = _of_role(role, rest, folder, place)
@@ -421,7 +421,7 @@ def parse_row(
     if caption is not None and not any(name in rest for name in _tried(columns.caption, CAPTION_COLUMNS)):
         captions: tuple[str, ...] = (caption,)
     else:
-        captions = captions_of(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
+        captions = captions_of(_taken_field(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
         raise DataError(
@@ -476,7 +476,7 @@ def _check_together(
     raise DataError(what + ", ".join([*others, *given]), where=str(place), key=role.columns[0], way_out=way_out)
 
 
-def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
+def _one_column_each(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
     """Several pictures in one column, in columns of their own."""
     named: dict[str, tuple[str, ...]] = {}
     """Column of the first → those of all."""
@@ -511,7 +511,7 @@ def _check_not_null(
             raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
 
-def _take(
+def _taken_field(
     row: dict[str, Any], named: str | None, usual: Sequence[str], place: RowLocation, what: str
 ) -> tuple[str, Any]:
     tried = _tried(named, usual)

@@ -122,7 +122,7 @@ class PromptDataset(MMDataset):
             )
         given = (preprocess_param.get(name) for name in ("model_id", "transformer", "task"))
         self._adapter = find_adapter(folder, *given)
-        self.size = _size(preprocess_param)
+        self.size = _media_size(preprocess_param)
         self.geometry = self._adapter.geometry
         self.geometry.check(self.size, key="data.dataset_param.preprocess_parameters")
         self.prompts = _read_all(basic_param)
@@ -162,7 +162,7 @@ class PromptDataset(MMDataset):
         return {**super().fingerprint(), "prompts": digest, "size": str(self.size)}
 
 
-def _size(preprocess: PreprocessParameters) -> MediaSize:
+def _media_size(preprocess: PreprocessParameters) -> MediaSize:
     height, width = preprocess.get("height"), preprocess.get("width")
     if not (isinstance(height, int) and isinstance(width, int)):
         raise ConfigError(
