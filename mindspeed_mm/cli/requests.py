@@ -31,7 +31,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
 
     def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def called(**values: Any) -> Any:
+        def called(**values: object) -> Any:
             for each in worded:
                 yes, _ = each.declared.words or ("", "")
                 values[each.name] = values[each.name] == yes
@@ -124,7 +124,7 @@ def _whole_number(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 
-def _finite(_context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+def _finite(_context: click.Context, parameter: click.Parameter, value: object) -> Any:
     """Refuse nan and inf, which are floats to click."""
     for number in value if isinstance(value, tuple) else (value,):
         if number is not None and not math.isfinite(number):

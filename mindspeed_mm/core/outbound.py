@@ -150,7 +150,7 @@ class Server:
         except OutboundError:  # it listens, and answers nothing but what it is made for
             pass
 
-    def ask(self, method: str, path: str = "", content: Any = None) -> Reply:
+    def ask(self, method: str, path: str = "", content: object = None) -> Reply:
         """Send a request and read the whole answer, whatever its status.
 
         Args:
@@ -165,7 +165,7 @@ class Server:
             return Reply(reply.status, b"".join(reply.blocks))
 
     def ask_json(
-        self, content: Any, read: Callable[[Any], T] = lambda value: value, *, path: str = "", retries: int = 0
+        self, content: object, read: Callable[[Any], T] = lambda value: value, *, path: str = "", retries: int = 0
     ) -> T:
         """Post JSON and return what `read` takes from the JSON of the answer.
 
@@ -212,7 +212,7 @@ class Server:
 
     @contextmanager
     def stream(
-        self, method: str, path: str = "", content: Any = None, *, follow: bool = True
+        self, method: str, path: str = "", content: object = None, *, follow: bool = True
     ) -> Iterator[StreamedReply]:
         """Send a request; inside, the body of its answer can be read as it arrives.
 

@@ -131,7 +131,7 @@ class RequestField:
         for each in value if self.is_multiple else (value,):
             self._check_one(each)
 
-    def _check_one(self, value: Any) -> None:
+    def _check_one(self, value: object) -> None:
         if self.types == (bool,):
             if not isinstance(value, bool):
                 way_out = f"Pass {self.name}=True or {self.name}=False."

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from mindspeed_mm.core.errors import Problem
 
@@ -51,7 +50,7 @@ def say(text: object = "", *, err: bool = False, end: str = "\n", styled: bool =
     print(shown.encode(encoding, "backslashreplace").decode(encoding), end=end, file=stream, flush=True)
 
 
-def say_json(value: Any, indent: int | None = None) -> None:
+def say_json(value: object, indent: int | None = None) -> None:
     """Print a value as JSON, on one line unless `indent` is given."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
     print(re.sub(r"[\x7f-\x9f\ud800-\udfff]", _as_json, text), flush=True)

@@ -49,6 +49,6 @@ def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) ->
     return averaged / state.data_size
 
 
-def unwrap_model(model: Any, *_classes: Any) -> Any:
+def unwrap_model(model: object, *_classes: object) -> Any:
     """The model, or each of a list: nothing wraps it here."""
     return model

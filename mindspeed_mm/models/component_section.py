@@ -16,7 +16,7 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf
 """Other names of types in model.json → ours."""
 
 
-def section_of(config: Any) -> dict[str, Any]:
+def section_of(config: object) -> dict[str, Any]:
     """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`.
 
     Raises:

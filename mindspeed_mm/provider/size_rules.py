@@ -290,7 +290,7 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
     return given
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: object) -> Any:
     """A type by our name, where it is one by torch's."""
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 

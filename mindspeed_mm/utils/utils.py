@@ -34,6 +34,6 @@ class EncoderBalanceComm:
     """Samples of towers are balanced over ranks by the plan (`--encoder-dp-balance`), inside of the model."""
 
     @staticmethod
-    def apply(samples: torch.Tensor, _group: Any = None) -> tuple[torch.Tensor, None]:
+    def apply(samples: torch.Tensor, _group: object = None) -> tuple[torch.Tensor, None]:
         """The samples as they are, and nothing to undo."""
         return samples, None

@@ -63,7 +63,7 @@ class Converter:
     examine: Examine | None = None
     """Looks at what was written, before it gets its name; the commands set the comparison of logits."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if not cls.__name__.startswith("_"):
             Converter.registry[cls.__name__] = cls

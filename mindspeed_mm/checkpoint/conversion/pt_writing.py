@@ -85,7 +85,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, _PROTOCOL)
         self.entries: list[Entry] = []
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Entry):
             return NotImplemented
         tensor, storage = obj.tensor, _Storage(len(self.entries), obj.tensor)
@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
             return _rebuild_tensor_v2, laid_out
         return _rebuild_tensor_v3, (*laid_out, tensor.dtype)
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return None
         tensor = obj.tensor

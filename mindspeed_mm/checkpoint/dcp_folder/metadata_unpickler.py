@@ -115,6 +115,6 @@ class MetadataReader(FileSystemReader):
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self.storage_data = self.metadata.storage_data
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """What was read when the reader was made; torch asks again at every load."""
         return self.metadata

@@ -100,7 +100,7 @@ class _NamingFileSystem(FileSystem):
     """Names the file whose content torch cannot read. Its own words name none, and advise to let the file run code."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: object, mode: str) -> Iterator[Any]:
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream

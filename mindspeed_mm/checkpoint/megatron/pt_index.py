@@ -69,7 +69,7 @@ class _Name:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self, *arguments: Any, **_: object) -> _Made:
+    def __call__(self, *arguments: object, **_: object) -> _Made:
         return _Made(self, arguments)
 
 
@@ -105,7 +105,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def _made_class(module: str, name: str) -> type:
     """A class of its own for each name, since a pickle may call `__new__` on it."""
 
-    def new(cls: type, *arguments: Any, **_: object) -> _Made:
+    def new(cls: type, *arguments: object, **_: object) -> _Made:
         return _Made(_Name(module, name), arguments)
 
     return type(name, (), {"__new__": new, "__module__": module})

@@ -296,6 +296,6 @@ _OPTIONAL_METHODS = tuple(
 )
 
 
-def as_mm_dataset(dataset: Any) -> MMDataset:
+def as_mm_dataset(dataset: object) -> MMDataset:
     """The data set itself, or, where it is of another kind, wrapped."""
     return dataset if isinstance(dataset, MMDataset) else WrappedDataset(dataset)

@@ -75,7 +75,7 @@ class CountedBackend:
 
         return run
 
-    def _compile(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile(self, graph: object, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend  # see `most_graphs`
 
         backend = lookup_backend(self._name)
@@ -203,7 +203,7 @@ class CompiledForward:
 
         self._known = run(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return what the forward returns for these arguments."""
         kind, with_gradients = self._kind, torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (kind.most is not None and not with_gradients):

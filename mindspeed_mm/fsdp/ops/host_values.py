@@ -74,7 +74,7 @@ def outside_graphs(function: F) -> F:
     """Mark a function or method; `draw_graph_borders` makes the marks count."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return call.runs(*args, **kwargs)  # type: ignore[attr-defined]
 
     call.runs = function  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ class DataEntry(Section):
     `max_pixels`, and `num_frames`."""
 
 
-def _files(value: Any) -> Any:
+def _files(value: object) -> Any:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     entries = value if isinstance(value, list | tuple) else [value]

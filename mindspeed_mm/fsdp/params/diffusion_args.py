@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 
 
-def _shift(value: Any) -> Any:
+def _shift(value: object) -> Any:
     if value is None or value == "resolution":
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:

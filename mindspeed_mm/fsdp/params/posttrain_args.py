@@ -59,7 +59,7 @@ PAIR_LOSSES = {
 """Losses of preference pairs, as `posttrain.dpo.loss_type` names them."""
 
 
-def _loss_types(value: Any) -> Any:
+def _loss_types(value: object) -> Any:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise fault(f"{show(value)} is not a list of losses")
@@ -69,7 +69,7 @@ def _loss_types(value: Any) -> Any:
     return tuple(names)
 
 
-def _old_decay(value: Any) -> Any:
+def _old_decay(value: object) -> Any:
     if value == "linear":
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
@@ -77,7 +77,7 @@ def _old_decay(value: Any) -> Any:
     raise fault(f"{show(value)} is not linear or a number from 0 to below 1")
 
 
-def _noise_levels(value: Any) -> Any:
+def _noise_levels(value: object) -> Any:
     steps = tuple(value) if isinstance(value, list | tuple) else ()
     if not steps or any(not isinstance(step, int) or isinstance(step, bool) for step in steps):
         raise fault(f"{show(value)} is not a list of whole numbers")

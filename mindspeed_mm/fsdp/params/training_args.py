@@ -55,7 +55,7 @@ OPTIMIZERS = {
 """By their names in `training.optimizer`."""
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Any:
     """One name, names with commas between them, or a list."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]

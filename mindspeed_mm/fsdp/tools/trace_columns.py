@@ -93,7 +93,7 @@ class _Numbers:
     def __init__(self) -> None:
         self.of: dict[Any, int] = {}
 
-    def __call__(self, word: Any) -> int:
+    def __call__(self, word: object) -> int:
         return self.of.setdefault(word, len(self.of))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # light paths ask for settings, and do without torch
     from transformers import PreTrainedConfig
 
 
-def attribute_at(holder: object, key: str, absent: Any = None) -> Any:
+def attribute_at(holder: object, key: str, absent: object = None) -> Any:
     """An attribute of a model or a configuration, by a dotted key such as `config.vision_config.patch_size`.
 
     Args:

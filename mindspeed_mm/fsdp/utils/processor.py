@@ -43,7 +43,7 @@ def load_processor(
     trust_remote_code: bool = False,
     add_tokens: Sequence[str] = (),
     add_special_tokens: Sequence[str] = (),
-    **options: Any,
+    **options: object,
 ) -> Processor:
     """The processor of a multimodal model's folder, or the tokenizer of a text model's.
 
@@ -95,7 +95,7 @@ def chat_templates_of(processor: object) -> dict[str, str]:
     return {}
 
 
-def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: Any) -> Any:
+def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: object) -> Any:
     prepare_for_transformers()
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 

@@ -141,7 +141,7 @@ class RemoteModel:
             yield from self._read(Reply(reply.status, b"\n".join(others)), "message")
 
     def _read(self, reply: Reply, part: str) -> list[_Delta]:
-        def read(event: Any) -> list[_Delta]:
+        def read(event: object) -> list[_Delta]:
             if not isinstance(event, dict):
                 raise TypeError("it is no object")
             if event.get("error"):
@@ -173,7 +173,7 @@ class _Delta:
     """Why the answer ends here; empty: it does not."""
 
     @classmethod
-    def of(cls, choice: Any, part: str) -> _Delta:
+    def of(cls, choice: object, part: str) -> _Delta:
         """Of a choice in an event. What is null or missing adds nothing.
 
         Raises:

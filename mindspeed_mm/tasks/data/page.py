@@ -74,7 +74,7 @@ def environment() -> jinja2.Environment:
     )
 
 
-def _render(**content: Any) -> str:
+def _render(**content: object) -> str:
     absent = dict.fromkeys(("check", "stats", "preview", "batch"))
     return environment().get_template(TEMPLATE).render(**{**absent, "charts": [], "shown": [], **content})
 

@@ -269,12 +269,12 @@ def data_fetch(name: str, folder: str) -> str:
     return f"hf download {name} --repo-type dataset --local-dir {folder}"
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: object) -> bool:
     """Whether a switch is on, however it is written."""
     return str(value).lower() in ("true", "yes", "on", "1", "1.0") if not isinstance(value, bool) else value
 
 
-def texts(value: Any) -> list[str]:
+def texts(value: object) -> list[str]:
     """A list of words: a list, or a text with commas or blanks between them."""
     if isinstance(value, list | tuple):
         return [str(each) for each in value]

@@ -113,7 +113,7 @@ def _adapted(draft: PeerSetup) -> dict[str, Any]:
 
 
 @conversion(":network_module")
-def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def network_module(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The kinds of adapters of kohya's scripts, of which LoRA is built, and the layers that get them."""
     kind = str(value).rpartition(".")[2]
     if not kind.startswith("lora"):
@@ -144,7 +144,7 @@ def _numbered_blocks(draft: PeerSetup, given: dict[str, str]) -> list[str]:
 
 
 @conversion(":network_args")
-def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def network_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Further arguments of adapters: the kind and the numbers of blocks, and LoRA+; others, such as convolutions, are
     not built."""
     found: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_network")
-def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_network(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """LoRA, and the layers that get it; LoKr and others are named."""
     if str(value).lower() not in ("lora", "lierla"):
         raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
@@ -171,14 +171,14 @@ def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":only_if_contains")
-def only_if_contains(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def only_if_contains(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Parts of the names of modules that get adapters, as patterns."""
     names = [each.removeprefix("transformer.") for each in texts(value)]
     return {_TARGETS: [f"*{name}*" for name in names]}
 
 
 @conversion(":lora_base_model")
-def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def lora_base_model(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The part that gets adapters: the transformer alone is supported."""
     if value not in ("dit", "video_dit", "dit2"):
         return no("adapters are on the transformer")
@@ -186,7 +186,7 @@ def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":unet_only")
-def unet_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def unet_only(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the transformer alone is adapted; without it, kohya's scripts adapt CLIP's text encoder, too."""
     if is_on(value):
         return idle("adapters are on the transformer alone")

@@ -30,7 +30,7 @@ from mindspeed_mm.tasks.importing.run_values import media_in
 
 
 @conversion(":di_dataset")
-def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def di_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Pictures with one caption, of a thing and its class; or a folder or data set with captions."""
     name = draft.folder_of(str(value), "data", data_fetch)
     prompt = draft.get("instance_prompt")
@@ -50,7 +50,7 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":clips_root")
-def clips_root(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def clips_root(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Where the clips of a table are; without one, CogVideoX's scripts read a text file of captions and one of paths,
     line by line."""
     if draft.has("dataset_name"):
@@ -96,20 +96,20 @@ def resolution_of_diffusers(draft: PeerSetup) -> int | None:
 
 
 @conversion(":aspect_buckets")
-def aspect_buckets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def aspect_buckets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Sizes written `height,width;height,width`, as a list of buckets."""
     pairs = [part.split(",") for part in str(value).split(";") if part]
     return {f"{MEDIA}.buckets": [f"{int(height)}x{int(width)}" for height, width in pairs]}
 
 
 @conversion(":center_crop")
-def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def center_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut in the middle or at a random place."""
     return {} if is_on(value) or draft.has("height") else {f"{MEDIA}.crop": "random"}
 
 
 @conversion(":ko_dataset")
-def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
     entries = _subsets(draft)
     if not entries:
@@ -186,7 +186,7 @@ def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): share} if 0 < share < 1 else {}
 
 
-def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
+def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: object = None) -> Any:
     """A setting of a data set, of all of them, or of the command."""
     general = draft.given.tree.get("general") or {}
     return dataset.get(word, general.get(word, draft.get(word, default)))
@@ -231,7 +231,7 @@ def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
 
 @conversion(":ko_resolution")
 @conversion(":mu_resolution")
-def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def resolution(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A size, or an area where there are buckets."""
     datasets = _datasets(draft) or [{}]
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -240,7 +240,7 @@ def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":mu_dataset")
-def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def mu_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders and files of pictures and clips; each has its own sizes where they differ."""
     datasets = _datasets(draft)
     several = len({str(_sizes(draft, each)) for each in datasets}) > 1
@@ -262,7 +262,7 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":frames")
-def frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def frames(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The number of frames, unless each entry has its own."""
     datasets = _datasets(draft)
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -277,7 +277,7 @@ def frames_of_musubi(draft: PeerSetup) -> int | None:
 
 
 @conversion(":frame_extraction")
-def frame_extraction(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def frame_extraction(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Which part of a clip is taken."""
     if value == "head":
         return {}
@@ -297,7 +297,7 @@ def micro_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_datasets")
-def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders; an entry of several resolutions becomes several."""
     entries = []
     for dataset in process_of(draft).get("datasets") or []:
@@ -356,13 +356,13 @@ def ai_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_crop")
-def ai_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut at a random place."""
     return {f"{MEDIA}.crop": "random"} if is_on(value) else {}
 
 
 @conversion(":ds_dataset")
-def ds_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ds_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A table of media and captions."""
     table = draft.get("dataset_metadata_path")
     entry: dict[str, Any] = {"path": str(table or value)}

@@ -374,7 +374,7 @@ def _with_file(given: Given) -> Given:
     return Given(str(path), merged.settings, merged.tree, given.program, given.environment, path.parent)
 
 
-def shell_value(value: Any) -> str | None:
+def shell_value(value: object) -> str | None:
     """The name of what only a shell could work out in a value; None where it is plain."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.split(UNKNOWN)[1] or "a command" if UNKNOWN in text else None

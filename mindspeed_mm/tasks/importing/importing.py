@@ -207,7 +207,7 @@ def _translate(draft: PeerSetup, setting: Setting) -> None:
     _note_setting(draft, setting, row, told)
 
 
-def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def _outcome(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if row.how == "idle":
         return Told("idle", row.note)
     if row.how == "with":
@@ -377,7 +377,7 @@ def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> No
     ]
 
 
-def _is_default(key: str, value: Any) -> bool:
+def _is_default(key: str, value: object) -> bool:
     """Whether our default says the same."""
     try:
         ours = value_at(_DEFAULTS, key)

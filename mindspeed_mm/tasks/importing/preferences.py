@@ -24,7 +24,7 @@ def beta(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":pairloss")
 @conversion(":loss_type")
-def loss_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def loss_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The loss of pairs, or of a group of answers."""
     names = texts(value)
     if draft.method == "grpo":
@@ -47,7 +47,7 @@ def note_orpo(draft: PeerSetup) -> None:
 
 
 @conversion(":sync_ref")
-def sync_ref(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sync_ref(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The reference follows the policy (TR-DPO)."""
     return {key_of(row): int(draft.get("ref_model_sync_steps", 512))} if is_on(value) else {}
 
@@ -56,7 +56,7 @@ _REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_form
 
 
 @conversion(":rewards")
-def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def rewards(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Rewards by name; functions of one's own are registered by a plugin."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     weights = draft.get(f"{prefix}reward_weights", [])
@@ -72,7 +72,7 @@ def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":vllm")
-def vllm(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def vllm(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A server that draws; inside the training process our own model draws."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     host = draft.get(f"{prefix}vllm_server_host")

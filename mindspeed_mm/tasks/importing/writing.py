@@ -77,7 +77,7 @@ def _is_long(value: list[Any], indent: str, name: str) -> bool:
     return any(isinstance(each, dict) for each in value) or len(f"{indent}{name}: {_flow(value)}") > _WIDTH - 30
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_scalar(str(key))}: {_flow(each)}" for key, each in value.items()) + "}"
@@ -86,7 +86,7 @@ def _flow(value: Any) -> str:
     return _scalar(value)
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -82,7 +82,7 @@ def _is_document(row: Mapping[str, Any]) -> bool:
         return False
 
 
-def _fitting_format(model: Path, processor: Any, *, shows_media: bool) -> str:
+def _fitting_format(model: Path, processor: object, *, shows_media: bool) -> str:
     """The built-in format whose tokens the tokenizer has, with a name like the model's type; else the plain one."""
     tokenizer = tokenizer_of(processor)
     known = {*tokenizer.get_vocab(), *tokenizer.get_added_vocab()}

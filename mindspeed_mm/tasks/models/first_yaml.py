@@ -109,7 +109,7 @@ def _lines(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield from _lines(value, f"{indent}  ")
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """A value on one line."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {flow(inner)}' for key, inner in value.items())}}}"
@@ -118,7 +118,7 @@ def flow(value: Any) -> str:
     return scalar(value)
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """A value as YAML takes it: text in quotes where it might be read as something else, such as a number; a small
     number with a point, without which some readers take it for text."""
     if isinstance(value, bool) or value is None:

@@ -145,7 +145,7 @@ def _settings(configuration: str) -> dict[str, str]:
     return dict(_leaves(loaded, "")) if isinstance(loaded, dict) else {}
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Dotted keys with their values as text."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():

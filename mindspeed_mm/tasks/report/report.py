@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -230,7 +229,7 @@ def _count_events(events: Sequence[Record]) -> str:
     return listed
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested facts as dotted names with values."""
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -161,7 +161,7 @@ def _deltas(index: int, said: list[tuple[Any, str]]) -> list[Choice]:
     return [_delta(index, **{fields[kind]: text}) for kind, text in said]
 
 
-def _delta(index: int, **delta: Any) -> Choice:
+def _delta(index: int, **delta: object) -> Choice:
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 

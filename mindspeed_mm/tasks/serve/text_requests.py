@@ -127,7 +127,7 @@ def _grammar(asked: ResponseFormat | None) -> str | None:
         raise RefusedError(400, message, param="response_format", code="unsupported_value") from error
 
 
-def len_of_text(value: Any) -> int:
+def len_of_text(value: object) -> int:
     """How many characters of text there are in messages; the sources of media are not text."""
     total, waiting = 0, [value]
     while waiting:

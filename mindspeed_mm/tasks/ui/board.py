@@ -252,7 +252,7 @@ def run_path(board: Board, run: str) -> Path:
     return path
 
 
-async def in_thread(do: Callable[..., Result], *given: Any) -> Result:
+async def in_thread(do: Callable[..., Result], *given: object) -> Result:
     """Do something with files away from the event loop.
 
     Raises:

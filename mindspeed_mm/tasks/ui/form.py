@@ -88,7 +88,7 @@ _BOUNDS = {"minimum": "least", "ge": "least", "maximum": "most", "le": "most"}
 """Words of the schema → of a field."""
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """A plain value as YAML on one line."""
     yaml, text = YAML(typ="safe", pure=True), io.StringIO()
     yaml.default_flow_style, yaml.width = True, _WIDTH

@@ -116,7 +116,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Levels] | None:
     return getattr(tensor, _BYTES, None)
 
 
-def _tables(mean: Any, std: Any, scale: float) -> tuple[torch.Tensor, ...]:
+def _tables(mean: object, std: object, scale: float) -> tuple[torch.Tensor, ...]:
     """By the two orders of operations that processors of transformers have (`rescale_and_normalize` of torchvision's,
     `rescale` and `normalize` of Pillow's)."""
     steps = torch.arange(256, dtype=torch.float32)

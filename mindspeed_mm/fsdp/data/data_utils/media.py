@@ -425,7 +425,7 @@ def with_media_beside(sample: Sample, folder: str) -> Sample:
     return replace(sample, media=media, rejected=rejected)
 
 
-def located(source: Any, folder: str) -> Any:
+def located(source: object, folder: str) -> Any:
     """A source of a medium with its path, if it has a relative one, written out."""
     if isinstance(source, Mapping):
         has_bytes = source.get("bytes") is not None

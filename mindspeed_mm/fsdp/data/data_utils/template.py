@@ -248,7 +248,7 @@ class ChatTemplate:
         """Whether it closes with an end mark of the format, or with the very one that would be added."""
         return self._finder.is_ended(text) or (self.turn_end is not None and text.rstrip().endswith(self.turn_end))
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: object) -> str:
         try:
             rendered, _ = self._render_jinja(
                 conversations=[messages],

@@ -134,7 +134,7 @@ def _answer_requests(job: SideJob[Any, Any], channel: Connection, of_parent: Con
         channel.send(_answered(job, asked))
 
 
-def _answered(job: SideJob[Any, Any], asked: Any) -> Any:
+def _answered(job: SideJob[Any, Any], asked: object) -> Any:
     try:
         return job(asked)
     except MMError as error:

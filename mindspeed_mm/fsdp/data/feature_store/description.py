@@ -158,7 +158,7 @@ def _differences(before: Description, now: Description) -> Iterator[tuple[str, s
             yield f"geometry.{name}", f"{_plain(was.get(name))} then, {_plain(new.get(name))} now"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return "not set" if value is None else str(value)
 
 

@@ -431,7 +431,7 @@ def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
         ) from error
 
 
-def _pass_sample(value: Any) -> Any:
+def _pass_sample(value: object) -> Any:
     return value
 
 

@@ -76,7 +76,7 @@ class SpreadSample:
             self._shares[streams] = ContextShare(self._groups, layout)
         return self._shares[streams]
 
-    def own(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
+    def own(self, value: object, along: Along | tuple[Along, ...]) -> Any:
         """Own tokens of a tensor, or of each of several; what is not a tensor, or not of the whole length, stays."""
         if isinstance(value, tuple | list):
             along_each = along if isinstance(along[0], tuple) else (along,) * len(value)

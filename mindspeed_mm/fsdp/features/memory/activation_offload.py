@@ -55,7 +55,7 @@ class OffloadedForward:
         self._module = module
         self._traffic = traffic
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Outputs of the module, the very same."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)

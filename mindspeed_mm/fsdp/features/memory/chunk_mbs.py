@@ -88,7 +88,7 @@ class SlicedForward:
         self._by_name = {parameters[place] for place in plan.chunk_arg_indexs if place < len(parameters)}
         """Arguments given by place, should the caller give them by name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Outputs of the module for all rows.
 
         Raises:

@@ -191,7 +191,7 @@ class KeptForward:
         self._forward: Forward = module.forward
         self._key = key
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """What the module returns, or returned."""
         kept = _CURRENT.get()
         if kept is None:

@@ -153,7 +153,7 @@ class RemadeForward:
         self._forward, self._remake = forward, remake
         self._remade = remake(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return what the forward, handed through the compiler, returns for these arguments."""
         return self._remade(*args, **kwargs)
 

@@ -154,7 +154,7 @@ def _taking_known(function: Forward) -> Forward:
         return function
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return call

@@ -61,7 +61,7 @@ class CosyVoice3Config(PretrainedConfig):
         """Of the speech embedding and of the head."""
         return self.speech_token_size + self.extra_speech_rows
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen2Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen2Config:
         """That of Qwen2, which has the sizes of the layers."""
         return self.llm_config
 

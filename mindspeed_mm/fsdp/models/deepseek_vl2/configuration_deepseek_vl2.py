@@ -127,7 +127,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         super().__init__(**kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: object) -> Any:
         """As every configuration; that of the family which `architectures` names.
 
         Raises:

@@ -122,7 +122,7 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return_mm_token_type_ids: bool = True,
         return_tensors: str | None = None,
         images_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BatchFeature:
         """Texts and their pictures as the model takes them.
 

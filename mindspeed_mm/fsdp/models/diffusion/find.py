@@ -98,5 +98,5 @@ def _id_of(path: Path, index: Mapping[str, Any]) -> str:
     return ids[name]
 
 
-def _is_adapter(entry: Any) -> bool:
+def _is_adapter(entry: object) -> bool:
     return isinstance(entry, type) and issubclass(entry, DiffusionAdapter)

@@ -159,5 +159,5 @@ def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], Any]) ->
     return found
 
 
-def _is_held(found: Any, value: Any) -> bool:
+def _is_held(found: object, value: object) -> bool:
     return found is not None and (value is GIVEN or bool(found == value))

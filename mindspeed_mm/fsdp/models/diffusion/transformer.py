@@ -160,7 +160,7 @@ class ExpertPair(nn.Module):
         """What pipelines ask a transformer for."""
         return next(self.parameters()).device
 
-    def cache_context(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    def cache_context(self, *_: object, **__: object) -> AbstractContextManager[None]:
         """What pipelines wrap calls in; nothing is cached here."""
         return nullcontext()
 

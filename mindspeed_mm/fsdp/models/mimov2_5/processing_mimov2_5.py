@@ -110,12 +110,12 @@ class MiMoV2Processor(ProcessorMixin):
             tokens={name: int(settings.get(f"{name}_token_id", number)) for name, number in _RELEASED_IDS.items()},
         )
 
-    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **kwargs: Any) -> str:
+    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **kwargs: object) -> str:
         """A token for each merged square of patches."""
         grid = image_inputs["image_grid_thw"][image_idx]
         return self._words["image"] * (int(grid.prod()) // self.image_processor.merge_size**2)
 
-    def replace_video_token(self, video_inputs: Mapping[str, Any], video_idx: int, **kwargs: Any) -> str:
+    def replace_video_token(self, video_inputs: Mapping[str, Any], video_idx: int, **kwargs: object) -> str:
         """Minutes and seconds in front of the tokens of each patch of frames, all of it between marks."""
         time, height, width = video_inputs["video_grid_thw"][video_idx].tolist()
         metadata, deep = video_inputs["video_metadata"][video_idx], self.video_processor.temporal_patch_size
@@ -125,11 +125,11 @@ class MiMoV2Processor(ProcessorMixin):
         frames = "".join(f"{_told(second)}{frame}" for second in seconds[:time])
         return f"{self._words['video_start']}{frames}{self._words['video_end']}"
 
-    def replace_audio_token(self, audio_inputs: Mapping[str, Any], audio_idx: int, **kwargs: Any) -> str:
+    def replace_audio_token(self, audio_inputs: Mapping[str, Any], audio_idx: int, **kwargs: object) -> str:
         """A token for each group of frames of codes."""
         return self._words["audio"] * int(audio_inputs["num_audio_tokens"][audio_idx])
 
-    def _check_special_mm_tokens(self, text: list[str], text_inputs: Any, modalities: list[str]) -> None:
+    def _check_special_mm_tokens(self, text: list[str], text_inputs: object, modalities: list[str]) -> None:
         super()._check_special_mm_tokens(text, text_inputs, [name for name in modalities if name != "video"])
 
 

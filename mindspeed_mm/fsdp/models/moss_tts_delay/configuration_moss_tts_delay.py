@@ -69,6 +69,6 @@ class MossTTSDelayConfig(PreTrainedConfig):
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(pad_token_id=pad_token_id, **kwargs)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen3Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen3Config:
         """That of Qwen3, which has the sizes of the layers."""
         return self.language_config  # type: ignore[no-any-return]

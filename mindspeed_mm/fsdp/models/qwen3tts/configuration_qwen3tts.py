@@ -87,7 +87,7 @@ class Qwen3TTSConfig(PreTrainedConfig):
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen3Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen3Config:
         """That of the talker, which has the sizes of the layers."""
         return self.talker_config  # type: ignore[no-any-return]
 

@@ -48,7 +48,7 @@ class StepVLConfig(Step3p7Config):
         "text_config": Qwen3Config,
     }
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         if isinstance(self.vision_config, dict):
             for name, built in _AS_BUILT.items():
                 if self.vision_config.get(name, built) != built:

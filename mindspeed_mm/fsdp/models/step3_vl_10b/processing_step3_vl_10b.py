@@ -50,7 +50,7 @@ class Step3VLProcessor(Step3p7Processor):
 
     @classmethod
     def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path: str, processor_dict: dict[str, Any] | None = None, **kwargs: Any
+        cls, pretrained_model_name_or_path: str, processor_dict: dict[str, Any] | None = None, **kwargs: object
     ) -> list[Any]:
         folder = Path(pretrained_model_name_or_path)
         if (folder / "preprocessor_config.json").is_file() or "image_processor" in (processor_dict or {}):

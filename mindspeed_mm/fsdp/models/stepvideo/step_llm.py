@@ -198,7 +198,7 @@ class StepChatTokenizer:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.file).write_bytes(self._path.read_bytes())
 
-    def __call__(self, text: Sequence[str], max_length: int | None = None, **_: Any) -> BatchEncoding:
+    def __call__(self, text: Sequence[str], max_length: int | None = None, **_: object) -> BatchEncoding:
         """`input_ids` of each text, cut to `max_length` with its EOS."""
         rows: list[list[int]] = []
         for each in text:

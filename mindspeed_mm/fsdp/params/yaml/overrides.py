@@ -56,7 +56,7 @@ def override_of(values: Mapping[str, Any]) -> Node:
     return as_node(to_plain(values), SourcePosition(ARGUMENTS))
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """What a YAML file could say: typed sections as mappings, paths as texts, the rest as it is."""
     if isinstance(value, Section):
         value = value.to_dict()

@@ -50,7 +50,7 @@ def _refuse(notes: Notes, key: str, entry: MappingEntry, what: str, way_out: str
     notes.problems.append(Problem(f"{show(plain(entry.node))} {what}", str(entry.node.place), key, way_out))
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(value: object) -> bool:
     return str(value).lower() in ("true", "yes", "on")
 
 

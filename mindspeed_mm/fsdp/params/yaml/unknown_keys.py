@@ -100,7 +100,7 @@ _KINDS: dict[type, _Kind] = {
 """Type of a default → what its key takes."""
 
 
-def _check_declared(key: str, entry: MappingEntry, default: Any) -> list[Problem]:
+def _check_declared(key: str, entry: MappingEntry, default: object) -> list[Problem]:
     """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema itself."""
     value = plain(entry.node)
     if default is None or value is None or type(value) is type(default):

@@ -41,7 +41,7 @@ def _problem(details: ErrorDetails, root: Node) -> Problem:
     return Problem(what, str(place_of(root, location)), key_of(location), way_out)
 
 
-def _sentence(kind: str, value: Any, context: dict[str, Any], message: str) -> tuple[str, str]:
+def _sentence(kind: str, value: object, context: dict[str, Any], message: str) -> tuple[str, str]:
     if kind == "mm_value":
         what, _, way_out = str(context["message"]).partition(". ")
         return what, way_out

@@ -91,7 +91,7 @@ class TokenChoice:
         return not self.temperature and self.repetition_penalty == 1 and not self.steering.changes_scores
 
     @classmethod
-    def of(cls, sampling: Sampling, configured: Any) -> TokenChoice:
+    def of(cls, sampling: Sampling, configured: object) -> TokenChoice:
         """What is asked for, else what the generation configuration says, else transformers' defaults.
 
         Args:

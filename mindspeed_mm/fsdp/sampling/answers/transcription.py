@@ -47,7 +47,7 @@ def check_speech(model: PreTrainedModel, processor: Any, speech: Speech) -> None
             raise UsageError(what, key="prompt", way_out="Give the end of it.")
 
 
-def _language_token(processor: Any, language: str) -> str:
+def _language_token(processor: object, language: str) -> str:
     """`de`, `german` and `<|de|>` are one."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE  # seconds
 
@@ -55,7 +55,7 @@ def _language_token(processor: Any, language: str) -> str:
 
 
 def transcripts(
-    model: PreTrainedModel, inputs: Mapping[str, Any], processor: Any, speech: Speech | None, *, max_new_tokens: int
+    model: PreTrainedModel, inputs: Mapping[str, Any], processor: object, speech: Speech | None, *, max_new_tokens: int
 ) -> list[Transcript]:
     """The transcript of each sound.
 

@@ -90,7 +90,7 @@ class Utterance:
         return self.sound.samples.shape[1] / self.sound.rate
 
 
-def room_for(config: Any, length: int, most: int) -> int:
+def room_for(config: object, length: int, most: int) -> int:
     """How many tokens of speech there is room for behind a prompt: `most`, or fewer.
 
     Args:

@@ -247,7 +247,7 @@ class _Likeness:
         return len(left) == len(right) and all(self._alike(*pair) for pair in zip(left, right, strict=True))
 
 
-def _made_of(value: Any) -> list[object] | None:
+def _made_of(value: object) -> list[object] | None:
     """What an object is made of; None: nobody knows, so it is like no other."""
     if isinstance(value, FunctionType):
         return [value.__code__.co_code, value.__code__.co_consts, value.__code__.co_names, value.__code__.co_freevars,

@@ -175,7 +175,7 @@ class RepeatedBlocks:
             found.append(SimulatedRun(self._names[begin:end], period, left_out // period))
         return found
 
-    def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, index: int, *args: object, **kwargs: object) -> Any:
         follows = index > 0 and self._last == index - 1
         before = self._returned[index - 1].leaves if follows else ()
         given = _Values.of((args, kwargs), before)

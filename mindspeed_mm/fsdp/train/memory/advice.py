@@ -146,5 +146,5 @@ def _rows(batch: Batch) -> int:
     return len(first) if first is not None else 1
 
 
-def _yaml_word(value: Any) -> str:
+def _yaml_word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -419,7 +419,7 @@ class RolloutLoader:
         """Whether this rank speaks for those that work on the same samples."""
         return bool(self._job.state.is_first_of_its_samples)
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _of_all(self, value: object) -> list[Any]:
         if self._job.world_size == 1:
             return [value]
         found = [value] * self._job.world_size

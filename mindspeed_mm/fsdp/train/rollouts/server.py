@@ -211,7 +211,7 @@ class VllmServer(RolloutServer):
         if prompt.pictures:
             return self._drawn_in_chat(prompt, settings, end_ids)
 
-        def read(told: Any) -> DrawnAnswer:
+        def read(told: object) -> DrawnAnswer:
             choice = _first_choice(told)
             log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             return self._answer(choice.get("token_ids"), log_probs, end_ids)

@@ -95,7 +95,7 @@ def _has_key(tree: dict[str, Any], key: str) -> bool:
     return True
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+def _set(tree: dict[str, Any], key: str, value: object) -> None:
     *sections, name = key.split(".")
     for section in sections:
         tree = tree[section]

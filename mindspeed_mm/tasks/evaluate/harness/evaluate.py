@@ -324,7 +324,7 @@ class TaskFigures:
         return [f"{task}, {name}: {self.figures[name]}{counted}" for name in names]
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(value: object) -> float | None:
     """A number that a harness has written, also as text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None

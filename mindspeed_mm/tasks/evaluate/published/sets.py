@@ -207,7 +207,7 @@ def _tsv_mmmu(table: SetTable, index: int, turn: int) -> Item:
     return _tsv_choice(table, index, turn)
 
 
-def _answers(cell: Any) -> tuple[str, ...]:
+def _answers(cell: object) -> tuple[str, ...]:
     """One answer, or a list of them as text."""
     if isinstance(cell, list):
         return tuple(map(str, cell))

@@ -73,7 +73,7 @@ class MediaPlugin(Protocol):
     def encode_audio(self, sound: AudioClip) -> MediaFeatures:
         """Encode a decoded sound into token ids and the tensors of the model's tower."""
 
-    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+    def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
         """The size that encoding would give, from what `MediaLoader.probe` read; None: encode it to know.
 
         Raises:

@@ -242,7 +242,7 @@ class ProcessorPlugin:
     # --- the processor -----------------------------------------------------------------------------------------------
 
     def _asked(
-        self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
+        self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: object
     ) -> MediaFeatures:
         """Call the processor with one item and its placeholder; with a list of pictures as with a row of them, of which
         the first one's tokens are returned."""

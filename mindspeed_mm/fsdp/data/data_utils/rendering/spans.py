@@ -77,7 +77,7 @@ class TurnFinder:
         self._render, self._for_template, self._marks, self._added = render, for_template, marks, added
         self._openings = self._generation_prompts()
 
-    def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: Any) -> list[Span]:
+    def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: object) -> list[Span]:
         """The span of each wanted turn: from the end of the prompt that opens it to its end mark; of one that is not
         the model's, its words and media and the end mark behind them.
 
@@ -109,7 +109,7 @@ class TurnFinder:
                 raise mixed_turns(text)
         return spans
 
-    def borders(self, messages: list[Message], text: str, **context: Any) -> dict[int, Borders]:
+    def borders(self, messages: list[Message], text: str, **context: object) -> dict[int, Borders]:
         """Message → where its words stand; only for messages whose words come through the template unchanged."""
         try:
             marked = self._render([_marked_message(m, _mark(i)) for i, m in enumerate(messages)], **context)

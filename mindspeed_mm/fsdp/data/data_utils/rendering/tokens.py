@@ -119,7 +119,7 @@ class Tokens:
             return self._in_pieces(text, begins)
         return _Whole(self._backend.encode(text, add_special_tokens=begins))
 
-    def protect(self, value: Any) -> Any:
+    def protect(self, value: object) -> Any:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
         return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
 
@@ -255,7 +255,7 @@ def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(set(filter(None, (tokenizer.bos_token, *added))))
 
 
-def _holds(value: Any, texts: _Texts) -> bool:
+def _holds(value: object, texts: _Texts) -> bool:
     if isinstance(value, str):
         return texts.are_in(value)
     if isinstance(value, dict | Mapping):  # loops: this is done for every message
@@ -271,7 +271,7 @@ def _holds(value: Any, texts: _Texts) -> bool:
     return False
 
 
-def _with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
+def _with_marks(value: object, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return pattern.sub(rf"{_OPEN}\g<0>{_CLOSE}", value)
     if isinstance(value, Mapping):

@@ -373,7 +373,7 @@ def _parsed_yaml(path: Path) -> Any:
         raise DataError(f"cannot be read as YAML: {error}", where=str(path)) from error
 
 
-def _listed_entries(content: Any) -> dict[str, Mapping[str, Any]] | None:
+def _listed_entries(content: object) -> dict[str, Mapping[str, Any]] | None:
     """Name → entry; None where the content is no list of data sets."""
     if isinstance(content, Mapping) and isinstance(content.get("datasets"), list):
         content = content["datasets"]
@@ -385,7 +385,7 @@ def _listed_entries(content: Any) -> dict[str, Mapping[str, Any]] | None:
     return {str(name): entry for name, entry in content.items()} if are_sets else None
 
 
-def _name_of(entry: Any, number: int) -> str:
+def _name_of(entry: object, number: int) -> str:
     name = entry.get("name") if isinstance(entry, Mapping) else None
     return str(name or number)
 

@@ -169,7 +169,7 @@ def _description(item: object, place: RowLocation, key: str) -> JsonObject:
     )
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """The value without keys that are null: parquet gives every object of a column all keys of all objects."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}

@@ -123,7 +123,7 @@ class CosyVoiceDataset(SpokenRows):
         return list(map(int, codes))
 
 
-def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
+def _speech_rows(folder: Path, mix_ratio: object) -> SpeechRows:
     path = folder / "config.json"
     config = read_json_object(path, ModelFolderError)
     text_rows, codec_rows = (config.get("llm_config") or {}).get("vocab_size"), config.get("speech_token_size")
@@ -141,7 +141,7 @@ def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
     return SpeechRows(text_rows, codec_rows, *ratio)
 
 
-def _share(given: Any) -> float:
+def _share(given: object) -> float:
     share = MIXED_SHARE if given is None else given
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(f"{share!r} is not a share", key=_SHARE_KEY, way_out="Give a number from 0 to 1.")

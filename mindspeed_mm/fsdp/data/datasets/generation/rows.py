@@ -553,7 +553,7 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 
 
-def _whole_number(value: Any, name: str, place: RowLocation) -> int | None:
+def _whole_number(value: object, name: str, place: RowLocation) -> int | None:
     number = _number(value, name, place, "whole number")
     return None if number is None else int(number)
 

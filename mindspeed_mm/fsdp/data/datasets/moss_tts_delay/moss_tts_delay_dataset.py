@@ -221,7 +221,7 @@ def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list
     return None
 
 
-def _depth(given: Any) -> int:
+def _depth(given: object) -> int:
     """Of nested lists: 2 for frames, 3 for a list of voices, any of which may be None."""
     depth, inner = 0, given
     while isinstance(inner, Sequence | np.ndarray) and not isinstance(inner, str):
