@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-def forward_step(data_iterator: Iterator[Mapping[str, Any]], model: nn.Module) -> tuple[Any, UserFunction]:
+def forward_step(data_iterator: Iterator[Mapping[str, object]], model: nn.Module) -> tuple[Any, UserFunction]:
     """The suite's own: handed to `pretrain` as it is, the engine computes the loss that the configuration names, under
     every parallel plan. Called by a function of yours, it returns what the model returns and its loss.
 
@@ -208,7 +208,7 @@ def train(
 
 def train_step(
     forward_step_func: UserFunction,
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[object],
     model: Models,
     optimizer: object,
     opt_param_scheduler: object,

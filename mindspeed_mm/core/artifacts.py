@@ -90,7 +90,7 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
     """Append JSON objects, each as one line. Numbers that JSON lacks (NaN, infinities) become null.
 
     A line that a crash has cut short stays on its own line; readers skip what does not parse.

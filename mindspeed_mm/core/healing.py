@@ -109,7 +109,7 @@ def _heal_draft(draft: Path) -> None:
         _remove_replaced(draft)
 
 
-def _put_back_original(parent: Path, marker: Mapping[str, Any]) -> None:
+def _put_back_original(parent: Path, marker: Mapping[str, object]) -> None:
     """Of a conversion in place that was killed between two renames."""
     original = marker.get(ORIGINAL_KEY)
     if not isinstance(original, dict):

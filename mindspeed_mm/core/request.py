@@ -220,7 +220,7 @@ def all_fields(kind: type[Request]) -> list[RequestField]:
     return found
 
 
-def request_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def request_of(kind: type[Any], values: Mapping[str, object]) -> Any:
     """A request from flat values, in which those of its groups stand beside its own."""
     own = {each.name: values[each.name] for each in fields_of(kind) if each.name in values}
     inside = {name: request_of(inner, values) for name, inner in groups_of(kind).items()}

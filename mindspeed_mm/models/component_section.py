@@ -30,14 +30,14 @@ def section_of(config: object) -> dict[str, Any]:
     return dict(config.to_dict())
 
 
-def needed(section: Mapping[str, Any], key: str, name: str) -> Any:
+def needed(section: Mapping[str, object], key: str, name: str) -> Any:
     """The value of a key. Raises `ConfigError` where it is not given."""
     if section.get(key) is None:
         raise ConfigError("is not given", key=f"{name}.{key}", way_out="Add it to model.json.")
     return section[key]
 
 
-def folder_of(section: Mapping[str, Any], name: str) -> Path:
+def folder_of(section: Mapping[str, object], name: str) -> Path:
     """The folder that `from_pretrained` names.
 
     Raises:
@@ -56,7 +56,7 @@ def folder_of(section: Mapping[str, Any], name: str) -> Path:
     return folder
 
 
-def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:
+def dtype_of(section: Mapping[str, object], name: str) -> torch.dtype | None:
     """The type that `dtype` names; None where it is not given: as the weights are stored.
 
     Raises:

@@ -131,7 +131,7 @@ def given_of(namespace: Namespace) -> GivenFlags:
     return GivenFlags(places, world_size=None)
 
 
-def fill_absent(namespace: Namespace, defaults: Mapping[str, Any]) -> None:
+def fill_absent(namespace: Namespace, defaults: Mapping[str, object]) -> None:
     """Give flags that are absent a program's own defaults, as `pretrain(args_defaults=…)` asks.
 
     Args:

@@ -39,7 +39,7 @@ class Entry:
     tensor: LazyTensor
 
 
-def write_pt(content: Mapping[str, Any], path: Path, read: Callable[[Entry], memoryview]) -> None:
+def write_pt(content: Mapping[str, object], path: Path, read: Callable[[Entry], memoryview]) -> None:
     """Write `content` as `torch.save` would.
 
     Args:

@@ -114,7 +114,7 @@ def _check_types(manifest: Manifest, path: Path) -> None:
             raise InvalidCheckpoint(f"is not a manifest: its entry of '{name:.80}' is mistyped", where=str(path))
 
 
-def _check_format(content: Mapping[str, Any], path: Path) -> None:
+def _check_format(content: Mapping[str, object], path: Path) -> None:
     if content.get("format") != FORMAT or type(version := content.get("format_version")) is not int:
         raise InvalidCheckpoint("is not a manifest of a checkpoint", where=str(path))
     if version > FORMAT_VERSION:

@@ -226,7 +226,7 @@ class CompiledForward:
         return output
 
     def _compute(
-        self, compiled: _Compilations, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, compiled: _Compilations, signature: Signature, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = self._kind
         if kind.is_used_up(compiled):
@@ -267,7 +267,7 @@ Found = tuple[str, object, bool]
 """Name of an argument, its shape or value, and whether it has a gradient."""
 
 
-def _found(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Found]:
+def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[Found]:
     for place, value in enumerate(args):
         yield from _within(f"argument {place + 1}", value)
     for name, value in kwargs.items():

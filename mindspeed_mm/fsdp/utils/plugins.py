@@ -175,7 +175,7 @@ def hash_of_files(files: Iterable[Path]) -> str:
 
 def call_plugin(
     function: Callable[..., Any],
-    offered: Mapping[str, Any],
+    offered: Mapping[str, object],
     *,
     order: Sequence[str],
     spread: Sequence[str] = (),
@@ -211,7 +211,7 @@ def call_plugin(
 
 def _bind(
     function: Callable[..., Any],
-    offered: Mapping[str, Any],
+    offered: Mapping[str, object],
     order: Sequence[str],
     spread: Sequence[str],
     key: str,

@@ -36,7 +36,7 @@ class Registry:
         self._entries: dict[str, Any] = {}
         self._config_keys: dict[str, Mapping[str, Any]] = {}
 
-    def register(self, name: str, *, keys: Mapping[str, Any] | None = None) -> Callable[[Entry], Entry]:
+    def register(self, name: str, *, keys: Mapping[str, object] | None = None) -> Callable[[Entry], Entry]:
         """Decorator that files a class or function under `name`.
 
         Args:

@@ -253,7 +253,7 @@ def _inputs(shown: Path, home: Path) -> tuple[dict[str, Inputs], str]:
     return given, not_shown
 
 
-def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
+def _tokens(*configs: Mapping[str, object]) -> torch.Tensor:
     """(1, tokens): words that stand for no medium."""
     sizes: list[int] = []
     special: set[int] = set()

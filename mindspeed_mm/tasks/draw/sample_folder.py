@@ -115,7 +115,7 @@ class SampleFolder:
             if found is not None:
                 raise self._foreign(f"it has no {DRAWN_MANIFEST}, and a sample would be written over '{found}'")
 
-    def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
+    def _rewrite(self, entries: Mapping[Key, Mapping[str, object]]) -> None:
         lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
         atomic_write_text(self.path / DRAWN_MANIFEST, "".join(lines))
         for file in self._manifests():
@@ -137,7 +137,7 @@ class SampleFolder:
         for file in self._manifests():
             yield from read_jsonl(file)
 
-    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+    def _is_whole(self, entry: Mapping[str, object]) -> bool:
         name = str(entry["file"])
         path = self.path / name
         is_there = name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
@@ -153,7 +153,7 @@ class SampleFolder:
         if order is None or not self._is_of(entry, order):
             raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which was not requested for it")
 
-    def _is_of(self, entry: Mapping[str, Any], order: SampleOrder) -> bool:
+    def _is_of(self, entry: Mapping[str, object], order: SampleOrder) -> bool:
         """Whether a sample is the one asked for, wherever its prompt stood."""
         for name, value in order.describe(self._sampling).items():
             if name != "place" and entry.get(name) != value:

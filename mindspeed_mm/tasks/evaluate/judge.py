@@ -152,7 +152,7 @@ def _compared(question: str, expected: str, given: str) -> list[dict[str, Any]]:
     return _parts(_INSTRUCTION, {"{question}": question, "{expected}": expected, "{given}": given})
 
 
-def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, Any]]) -> Verdict:
+def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, object]]) -> Verdict:
     try:
         said = judge.answer(parts)
     except OutboundError as error:

@@ -32,7 +32,7 @@ _IN_MEMORY = "(given in Python)"
 
 
 def with_objects(
-    given: Path | Mapping[str, Any],
+    given: Path | Mapping[str, object],
     words: Sequence[Word],
     module: nn.Module | None,
     rows: tuple[object, object],
@@ -74,7 +74,9 @@ def with_objects(
     return words, objects
 
 
-def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Word], stack: ExitStack) -> Callable[[], Path]:
+def _folder_for_objects(
+    given: Path | Mapping[str, object], words: Sequence[Word], stack: ExitStack
+) -> Callable[[], Path]:
     """Where objects are stored that a run reads: in its folder, or, where it keeps nothing, for its length."""
 
     @cache
@@ -130,7 +132,7 @@ def _folder_of(
     module: nn.Module,
     processor: Processor | None,
     folder: Callable[[], Path],
-    given: Path | Mapping[str, Any],
+    given: Path | Mapping[str, object],
     words: Sequence[Word],
     *,
     reads_rows: bool,

@@ -162,7 +162,7 @@ def _flatten(node: Node, prefix: str) -> Iterator[Setting]:
             yield Setting(key, plain(entry.node), str(entry.key))
 
 
-def _flatten_plain(tree: Mapping[str, Any], prefix: str, place: Any) -> Iterator[Setting]:
+def _flatten_plain(tree: Mapping[str, object], prefix: str, place: Any) -> Iterator[Setting]:
     for name, value in tree.items():
         key = prefix + name
         if isinstance(value, dict):

@@ -395,7 +395,7 @@ _OF_CARDS = {f"data.dataset_param.{key}": value for key, value in dataset_cards(
 _SECTIONS = ("model", "data", "parallel", "features", "training", "posttrain")
 
 
-def _ordered(values: Mapping[str, Any]) -> dict[str, Any]:
+def _ordered(values: Mapping[str, object]) -> dict[str, Any]:
     """Keys in the order of the sections and of the schema, with what a card declares behind them."""
     order = {key: number for number, key in enumerate(_schema_keys())}
 

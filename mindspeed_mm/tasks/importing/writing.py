@@ -56,7 +56,7 @@ def _told_as_data(imported: Imported) -> dict[str, Any]:
     }
 
 
-def _section_lines(section: Mapping[str, Any], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
+def _section_lines(section: Mapping[str, object], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
     lines = []
     indent = "  " * level
     for name, value in section.items():

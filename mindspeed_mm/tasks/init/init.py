@@ -363,7 +363,7 @@ def _sizes(model: Path) -> dict[str, int]:
     return given or {"max_pixels": _PIXELS}
 
 
-def _peak(sections: Mapping[str, Any], devices: int, overrides: Sequence[str] = ()) -> int:
+def _peak(sections: Mapping[str, object], devices: int, overrides: Sequence[str] = ()) -> int:
     """Forecast of the first batch's peak on a rank, in bytes.
 
     Args:

@@ -94,12 +94,12 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return made
 
 
-def as_yaml(sections: Mapping[str, Any]) -> str:
+def as_yaml(sections: Mapping[str, object]) -> str:
     """The YAML, each key on one line where that is short."""
     return "\n".join(_lines(sections, ""))
 
 
-def _lines(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _lines(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
     for key, value in mapping.items():
         line = f"{indent}{key}: {flow(value)}"
         if len(line) <= _WIDTH or not isinstance(value, Mapping):

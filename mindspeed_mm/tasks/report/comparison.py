@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.core.config_path import dotted
 from mindspeed_mm.core.errors import ConfigError
@@ -116,7 +116,7 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[Record]:
     return shown
 
 
-def _agreement(samples: Sequence[Mapping[str, Any]]) -> int:
+def _agreement(samples: Sequence[Mapping[str, object]]) -> int:
     """0 where runs differ in being right, 1 where they only say other things, 2 where they say the same."""
     if len({bool(sample["correct"]) for sample in samples}) > 1:
         return 0

@@ -155,7 +155,7 @@ class ChatRoutes:
             return StreamingResponse(turn.pieces(), 200, _STREAM_HEADERS, "text/event-stream")
         return JSONResponse(await turn.whole(request))
 
-    async def _encoded(self, sample: Sample, variables: Mapping[str, Any]) -> EncodedQuestion:
+    async def _encoded(self, sample: Sample, variables: Mapping[str, object]) -> EncodedQuestion:
         async def encode() -> EncodedQuestion:
             checked = sample
             if sample.media:

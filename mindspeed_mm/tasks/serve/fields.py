@@ -52,7 +52,7 @@ def read_fields(body: bytes, kind: type[Request]) -> Request:
         raise _refused_field(error, kind) from error
 
 
-def refuse_unsupported(fields: RequestFields, table: Mapping[str, tuple[Collection[Any], str]]) -> None:
+def refuse_unsupported(fields: RequestFields, table: Mapping[str, tuple[Collection[object], str]]) -> None:
     """Raise `RefusedError` for a field that the server has nothing for, unless its value asks for nothing.
 
     Args:

@@ -197,7 +197,7 @@ def _copy_vae(source: Path, folder: Path) -> None:
         shutil.copytree(source / DIFFUSERS_FOLDER, folder / DIFFUSERS_FOLDER)
 
 
-def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+def _lines(changes: Mapping[str, tuple[object, object]]) -> tuple[str, ...]:
     return tuple(change_line(f"model: {key}", *values) for key, values in changes.items())
 
 

@@ -80,7 +80,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 
-def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shrunk:
+def shrink(config: Mapping[str, object], room: Room, *, widths: bool = True) -> Shrunk:
     """The smallest configuration with every kind of layer that the plan can divide.
 
     Args:
@@ -118,7 +118,7 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
     return Shrunk(small, dict(_differences(config, small)))
 
 
-def without_dropout(config: Mapping[str, Any]) -> Shrunk:
+def without_dropout(config: Mapping[str, object]) -> Shrunk:
     """The configuration with every probability of dropping something at 0."""
     still = deepcopy(dict(config))
     for part in _tables(still):
@@ -292,7 +292,7 @@ def _narrow_stream(part: Config, ranks: int) -> None:
     part |= {f"{_STREAM}{key}": value for key, value in stream.items()}
 
 
-def _narrow_windowed(part: Config, before: Mapping[str, Any]) -> None:
+def _narrow_windowed(part: Config, before: Mapping[str, object]) -> None:
     """Settings of layers with a window become smaller as those of the others did."""
     for key in list(part):
         other = key.removeprefix(_WINDOWED)
@@ -371,7 +371,9 @@ def _up_to_multiple(number: int, of: int) -> int:
 # --- what changed -----------------------------------------------------------------------------------------------------
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _differences(
+    before: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     for key, value in now.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, Mapping):

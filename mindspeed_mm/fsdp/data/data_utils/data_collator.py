@@ -137,7 +137,7 @@ def build_collator(
     return collator if traits.checks_itself else partial(_collate_checked, collator, traits.extra_keys)
 
 
-def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[Any]) -> Batch:
+def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[object]) -> Batch:
     """What the collator of somebody else makes, its keys checked."""
     batch = collator(samples)
     check_batch(batch, extra_keys)

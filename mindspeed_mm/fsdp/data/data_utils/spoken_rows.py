@@ -101,7 +101,7 @@ class SpokenRows(MMDataset):
         """What pads samples to one length."""
         raise NotImplementedError
 
-    def text_of(self, row: Mapping[str, Any], column: str, place: str) -> str:
+    def text_of(self, row: Mapping[str, object], column: str, place: str) -> str:
         """A column of text. Raises `DataError` where there is none."""
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():

@@ -221,7 +221,7 @@ class ChatTemplate:
                 spans[k] = (start, end + len(self._finder.mark_at(text, end) or ""))  # the next turn may be a tool's
         return ended, spans
 
-    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+    def with_variables(self, variables: Mapping[str, object]) -> ChatTemplate:
         """The same, with further variables, for prompts that are to be answered.
 
         Raises:

@@ -117,7 +117,7 @@ def labels_apart(sample: object) -> str:
     return ""
 
 
-def check_batch_lengths(batch: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_batch_lengths(batch: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise `DataError` where a batch has an array along the tokens that is not as long as its token ids.
 
     Args:

@@ -188,7 +188,7 @@ def told_view(dataset_param: DatasetParam) -> View:
     return view
 
 
-def _only(keys: Iterable[str], values: Mapping[str, Any] | Section) -> dict[str, Any]:
+def _only(keys: Iterable[str], values: Mapping[str, object] | Section) -> dict[str, Any]:
     return {key: values[key] for key in keys if key in values}
 
 

@@ -160,7 +160,7 @@ class Order(ABC):
         """
 
     def go_on(
-        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+        self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """Where a resumed run goes on.
 

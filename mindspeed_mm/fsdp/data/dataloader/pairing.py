@@ -109,7 +109,7 @@ class PairedOrder(BucketOrder):
         return self._all.one_pass()
 
     def go_on(
-        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+        self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """As `BucketOrder.go_on`; a run that did not pair its samples goes on at an epoch.
 

@@ -114,7 +114,7 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def _answer_requests(job: SideJob[Any, Any], channel: Connection, of_parent: Connection, parent: int) -> None:
+def _answer_requests(job: SideJob[object, object], channel: Connection, of_parent: Connection, parent: int) -> None:
     """Answer until the trainer is gone: workers that are forked later may hold its end of the pipe open."""
     of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
@@ -134,7 +134,7 @@ def _answer_requests(job: SideJob[Any, Any], channel: Connection, of_parent: Con
         channel.send(_answered(job, asked))
 
 
-def _answered(job: SideJob[Any, Any], asked: object) -> Any:
+def _answered(job: SideJob[object, object], asked: object) -> Any:
     try:
         return job(asked)
     except MMError as error:

@@ -136,7 +136,7 @@ def check_fits(description: Description, adapter: DiffusionAdapter, path: Path) 
             )
 
 
-def _check_version(content: Mapping[str, Any], path: Path) -> None:
+def _check_version(content: Mapping[str, object], path: Path) -> None:
     version = content.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise DataError(
@@ -162,7 +162,7 @@ def _plain(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(values: Mapping[str, object]) -> dict[str, Any]:
     """As JSON gives them back: it has lists, no tuples."""
     plain = dict(values)
     for name, value in values.items():

@@ -376,5 +376,5 @@ def _shared_names(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, st
                 yield f"{name}/{number}", home, stored
 
 
-def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def _write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     atomic_write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

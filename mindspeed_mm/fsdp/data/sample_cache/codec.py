@@ -41,7 +41,7 @@ class UnknownPart(TypeError):
     """A sample holds something that cannot be kept."""
 
 
-def pack(sample: Mapping[str, Any], place: str) -> bytes:
+def pack(sample: Mapping[str, object], place: str) -> bytes:
     """The record of a sample.
 
     Args:
@@ -99,7 +99,7 @@ class _Writer:
             return ["media", [self.plan(getattr(value, entry.name)) for entry in fields(value)]]
         raise UnknownPart(f"{type(value).__name__} in a sample cannot be kept")
 
-    def _entry(self, owner: Mapping[str, Any], name: str) -> Plan:
+    def _entry(self, owner: Mapping[str, object], name: str) -> Plan:
         value = owner[name]
         if not isinstance(name, str):
             raise UnknownPart(f"the key {name!r} of a sample cannot be kept")

@@ -163,7 +163,7 @@ class SlicedForward:
         cut_value: Value = tree_map_only(torch.Tensor, cut, value)
         return cut_value
 
-    def _join(self, parts: Sequence[Any], lengths: Sequence[int]) -> object:
+    def _join(self, parts: Sequence[object], lengths: Sequence[int]) -> object:
         first, dim = parts[0], self._plan.batch_dim
         if not isinstance(first, torch.Tensor):
             return first

@@ -51,9 +51,9 @@ class DeepseekOCRConfig(UnlimitedOcrConfig):
     def __init__(
         self,
         *,
-        language_config: Mapping[str, Any] | None = None,
+        language_config: Mapping[str, object] | None = None,
         vision_config: Any = None,
-        projector_config: Mapping[str, Any] | None = None,
+        projector_config: Mapping[str, object] | None = None,
         image_token_id: int = 128815,
         **kwargs: Any,
     ) -> None:
@@ -72,7 +72,7 @@ def _vision_config(given: Mapping[str, Any]) -> UnlimitedOcrVisionConfig:
     return UnlimitedOcrVisionConfig(sam_config=_renamed(sam), encoder_config=_renamed(clip))
 
 
-def _renamed(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(sizes: Mapping[str, object]) -> dict[str, Any]:
     return {_SIZES.get(name, name): value for name, value in sizes.items()}
 
 

@@ -99,9 +99,9 @@ class DeepseekVLV2Config(PreTrainedConfig):
     def __init__(
         self,
         *,
-        vision_config: Mapping[str, Any] | PreTrainedConfig | None = None,
-        projector_config: Mapping[str, Any] | None = None,
-        language_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        vision_config: Mapping[str, object] | PreTrainedConfig | None = None,
+        projector_config: Mapping[str, object] | None = None,
+        language_config: Mapping[str, object] | PreTrainedConfig | None = None,
         candidate_resolutions: list[list[int]] | None = None,
         tile_tag: str = "2D",
         global_view_pos: str = "head",
@@ -147,7 +147,7 @@ def _check_known(key: str, value: object, *known: str) -> None:
         raise ValueError(f"{key} is {value!r}; known is {' or '.join(known)}")
 
 
-def build_language_config(given: Mapping[str, Any]) -> PreTrainedConfig:
+def build_language_config(given: Mapping[str, object]) -> PreTrainedConfig:
     """The configuration of transformers' text model that computes what the released settings describe: DeepSeek-V2
     (arXiv:2405.04434), the same with plain attention, or with the router of DeepSeek-V3 (arXiv:2412.19437)."""
     values = _TEXT_DEFAULTS | _without_type(given)
@@ -162,5 +162,5 @@ def build_language_config(given: Mapping[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING["deepseek_ocr2_text"](**values | {"mlp_layer_types": layers})
 
 
-def _without_type(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _without_type(given: Mapping[str, object] | None) -> dict[str, Any]:
     return {key: value for key, value in (given or {}).items() if key != "model_type"}

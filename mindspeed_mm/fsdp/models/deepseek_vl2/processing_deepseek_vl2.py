@@ -121,7 +121,7 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return_text_replacement_offsets: bool = False,
         return_mm_token_type_ids: bool = True,
         return_tensors: str | None = None,
-        images_kwargs: Mapping[str, Any] | None = None,
+        images_kwargs: Mapping[str, object] | None = None,
         **kwargs: object,
     ) -> BatchFeature:
         """Texts and their pictures as the model takes them.

@@ -43,7 +43,7 @@ class DiffusionAdapter(FamilyFolder):
     """How one family is encoded, trained and sampled from."""
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: Mapping[str, object]) -> type[DiffusionAdapter]:
         """The class for a folder: another one where releases of a family differ in what a sample is made of.
 
         Args:
@@ -162,7 +162,7 @@ class DiffusionAdapter(FamilyFolder):
         families' do, for forecasts that encode nothing."""
         return {}
 
-    def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
+    def text_of_connectors(self, content: Mapping[str, object], where: str) -> TextFeatures:
         """Features of a caption from a file of Lightricks' trainer (`feature_store/legacy.py`), for the families
         that it trains.
 
@@ -400,7 +400,7 @@ class DiffusionAdapter(FamilyFolder):
         """
         return {}
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """Keyword arguments of the pipeline for the media of a prompt: each under the argument that its role names.
 
         Args:

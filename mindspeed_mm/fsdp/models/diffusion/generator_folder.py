@@ -28,7 +28,7 @@ class GeneratorFolder:
         transformer: Settings of the transformer's configuration to change.
     """
 
-    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, transformer: Mapping[str, object] | None = None) -> None:
         self.folder = folder
         self._changes = dict(transformer or {})
         self._configs: dict[str, dict[str, Any]] = {}

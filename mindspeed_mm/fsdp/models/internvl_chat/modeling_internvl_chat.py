@@ -48,7 +48,7 @@ class InternVLChatConfig(InternVLConfig):
         self,
         *,
         vision_config: Any = None,
-        llm_config: Mapping[str, Any] | None = None,
+        llm_config: Mapping[str, object] | None = None,
         select_layer: int = -1,
         ps_version: str = "v2",
         use_thumbnail: bool = True,

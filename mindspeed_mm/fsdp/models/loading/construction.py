@@ -263,7 +263,7 @@ def as_written(config: object) -> dict[str, Any]:
     return copy.deepcopy(told() if callable(told) else vars(config))
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, Any]:
     """The settings that differ, sections included; those that JSON cannot hold are left out."""
     found: dict[str, Any] = {}
     for key, value in after.items():
@@ -301,7 +301,7 @@ def note_on_settings(model: nn.Module) -> tuple[str, ...]:
     return (f"trained with {told}: set that in config.json of the base, or write the whole model with --merge",)
 
 
-def _merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(config: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
     whole = dict(config)
     for key, value in values.items():
         old = whole.get(key)

@@ -122,7 +122,7 @@ class LTXVideoAdapter(DiffusionAdapter):
             "rope_interpolation_scale": (seconds, geometry.spatial_ratio, geometry.spatial_ratio),
         }
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """The pipeline encodes the picture only where it draws the noise itself."""
         given = super().pipeline_media(media, sampling)
         if self.task == "i2v":

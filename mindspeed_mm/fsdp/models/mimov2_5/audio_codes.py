@@ -205,7 +205,7 @@ class MiMoV2FeatureExtractor(SequenceFeatureExtractor):
         return load_sound_encoder(Path(self.folder))
 
     def __call__(
-        self, audio: Sequence[Any] | np.ndarray, sampling_rate: int | None = None, **kwargs: object
+        self, audio: Sequence[object] | np.ndarray, sampling_rate: int | None = None, **kwargs: object
     ) -> BatchFeature:
         """`audio_codes`, (frames of all sounds, C), and how many tokens each sound is.
 

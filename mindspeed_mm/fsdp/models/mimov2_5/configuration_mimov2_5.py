@@ -261,7 +261,7 @@ def _section(kind: type[PreTrainedConfig], given: Any) -> Any:
     return kind(**{key: value for key, value in (given or {}).items() if key != "model_type"})
 
 
-def _check_built(section: str, given: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+def _check_built(section: str, given: Mapping[str, object], built: Mapping[str, object]) -> None:
     for name, value in built.items():
         if given.get(name, value) != value:
             raise ValueError(f"{section}{name} is {given[name]!r}; known is {value!r} only")

@@ -36,7 +36,7 @@ class MossTTSDelayConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        language_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        language_config: Mapping[str, object] | PreTrainedConfig | None = None,
         n_vq: int = 32,
         audio_vocab_size: int = 1024,
         audio_pad_code: int = 1024,

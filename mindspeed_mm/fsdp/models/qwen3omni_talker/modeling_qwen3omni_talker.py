@@ -170,7 +170,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         return frames.output(hidden_BLD, talker.codec_head, labels)
 
     @torch.no_grad()
-    def _read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: Mapping[str, Any]) -> torch.Tensor:
+    def _read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: Mapping[str, object]) -> torch.Tensor:
         """(B · K, width of the thinker) of its last layer here, before anything that follows on it."""
         kept: list[torch.Tensor] = []
 

@@ -63,8 +63,8 @@ class Qwen3TTSConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        talker_config: Mapping[str, Any] | PreTrainedConfig | None = None,
-        speaker_encoder_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        talker_config: Mapping[str, object] | PreTrainedConfig | None = None,
+        speaker_encoder_config: Mapping[str, object] | PreTrainedConfig | None = None,
         tts_model_type: str = "base",
         tts_pad_token_id: int = 151671,
         tts_bos_token_id: int = 151672,
@@ -92,7 +92,7 @@ class Qwen3TTSConfig(PreTrainedConfig):
         return self.talker_config  # type: ignore[no-any-return]
 
 
-def _block_settings(values: Mapping[str, Any]) -> Qwen3Config:
+def _block_settings(values: Mapping[str, object]) -> Qwen3Config:
     """The settings of Qwen3's blocks. The talker counts every position alike in time, height and width, so its rotary
     embedding in three parts is the plain one."""
     values = _without_type(values)
@@ -106,9 +106,9 @@ def _block_settings(values: Mapping[str, Any]) -> Qwen3Config:
     return Qwen3Config(**values)
 
 
-def _as_mapping(given: Mapping[str, Any] | PreTrainedConfig | None) -> dict[str, Any]:
+def _as_mapping(given: Mapping[str, object] | PreTrainedConfig | None) -> dict[str, Any]:
     return given.to_dict() if isinstance(given, PreTrainedConfig) else dict(given or {})
 
 
-def _without_type(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_type(values: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "model_type"}

@@ -82,7 +82,7 @@ class QwenImageAdapter(DiffusionAdapter):
     text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_hidden_states_mask": MASK}
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: Mapping[str, object]) -> type[DiffusionAdapter]:
         """Models that edit look at a picture."""
         by_pipeline = {each.pipelines["edit"]: each for each in (QwenImageEditAdapter, QwenImageEditPlusAdapter)}
         return by_pipeline.get(str(index.get("_class_name")), cls)

@@ -136,7 +136,7 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
         _settle_recompute(root, notes)
 
 
-def _settle_switch(root: Node, old: str, new: str, meanings: Mapping[bool, Any], notes: Notes) -> None:
+def _settle_switch(root: Node, old: str, new: str, meanings: Mapping[bool, object], notes: Notes) -> None:
     """Say at one key what a switch of older files says at another."""
     entry = find(root, old)
     if entry is None or entry.node.value is None:

@@ -51,7 +51,7 @@ def _stamp(node: Node) -> None:
             _stamp(item)
 
 
-def override_of(values: Mapping[str, Any]) -> Node:
+def override_of(values: Mapping[str, object]) -> Node:
     """A tree of sections that were given in Python."""
     return as_node(to_plain(values), SourcePosition(ARGUMENTS))
 

@@ -145,7 +145,7 @@ class QuestionEncoder:
         return MediaLoader(folder, (*roots, *self._basic.media_roots), limits)
 
     def encode(
-        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None
     ) -> EncodedQuestion:
         """One question; `variables` go to the chat template beside those of training. Raises `DataError`, naming the
         row, or a variable that the template does not read."""

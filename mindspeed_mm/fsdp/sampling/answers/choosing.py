@@ -227,7 +227,7 @@ class RequestChoices:
     def fill_defaults(self, _storage: torch.Tensor) -> None:
         """Leave the storage as it is: there are no default settings to write."""
 
-    def check_kwargs(self, _settings: Mapping[str, Any]) -> None:
+    def check_kwargs(self, _settings: Mapping[str, object]) -> None:
         """Check nothing: requests are added without settings, which stand in `of`."""
 
     def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: torch.Tensor) -> torch.Tensor:

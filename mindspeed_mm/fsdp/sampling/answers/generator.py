@@ -88,7 +88,7 @@ class Generator:
         """Tokens of a row up to which its neighbours leave its rotary frequencies alone; None: they always do."""
 
     def encode(
-        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None
     ) -> EncodedQuestion:
         """A question as the model takes it.
 
@@ -440,7 +440,7 @@ def _alike_batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[A
             yield group[first : first + batch_size]
 
 
-def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def move_to(inputs: Mapping[str, object], device: torch.device) -> dict[str, Any]:
     """What a model takes, on its device."""
     moved = dict(inputs)
     for name, value in inputs.items():

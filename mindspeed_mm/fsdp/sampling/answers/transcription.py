@@ -55,7 +55,12 @@ def _language_token(processor: object, language: str) -> str:
 
 
 def transcripts(
-    model: PreTrainedModel, inputs: Mapping[str, Any], processor: object, speech: Speech | None, *, max_new_tokens: int
+    model: PreTrainedModel,
+    inputs: Mapping[str, object],
+    processor: object,
+    speech: Speech | None,
+    *,
+    max_new_tokens: int,
 ) -> list[Transcript]:
     """The transcript of each sound.
 

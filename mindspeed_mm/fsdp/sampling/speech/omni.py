@@ -64,7 +64,7 @@ class OmniVoice(AnsweringVoice):
 
     @classmethod
     @override
-    def can_speak(cls, config: Mapping[str, Any]) -> bool:
+    def can_speak(cls, config: Mapping[str, object]) -> bool:
         return bool(config.get("enable_audio_output", True))
 
     @property
@@ -104,7 +104,7 @@ class OmniVoice(AnsweringVoice):
         ids: Sequence[int],
         voice: str | None,
         seed: int | None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> np.ndarray:
         """Samples (N,) of an answer with these tokens; `settings`: further ones of `generate`."""
         inputs = in_dtype_of(self.model, move_to(self._encoder.collate([question]), self.model.device))

@@ -153,7 +153,7 @@ class Qwen3TTSVoice(Voice):
         return ids.tolist()  # type: ignore[no-any-return]
 
 
-def _of_predictor(given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_predictor(given: Mapping[str, object]) -> dict[str, Any]:
     """What a generation configuration says of the code predictor, by the names that it has for the talker."""
     own = {key.removeprefix(_OF_PREDICTOR): value for key, value in given.items() if key.startswith(_OF_PREDICTOR)}
     if "dosample" in own:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -143,7 +142,7 @@ class Voice(ABC):
         """
 
     @classmethod
-    def can_speak(cls, config: Mapping[str, Any]) -> bool:
+    def can_speak(cls, config: Mapping[str, object]) -> bool:
         """Whether a model of this family speaks, by its config.json: a family may be released without its speech."""
         return True
 

@@ -430,7 +430,7 @@ _LOOKS_AT_NUMBERS: dict[OpOverload, Callable[[Values], object]] = {
 NOTE = "all but the inputs and outputs of linear layers: this model's code could not be simulated"
 
 
-def linear_activations(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, int]:
+def linear_activations(model: nn.Module, batch: Mapping[str, object], dtype: torch.dtype) -> dict[str, int]:
     """Bytes that linear layers keep, by module pattern: each token's inputs and outputs.
 
     Args:
@@ -445,7 +445,7 @@ def linear_activations(model: nn.Module, batch: Mapping[str, Any], dtype: torch.
     return dict(sizes.most_common())
 
 
-def _token_count(batch: Mapping[str, Any]) -> int:
+def _token_count(batch: Mapping[str, object]) -> int:
     """Tokens of text, or else positions of latents, which are at least as many as their tokens."""
     if isinstance(text := batch.get("input_ids"), torch.Tensor):
         return text.numel()

@@ -126,7 +126,7 @@ def _peak_with(
         return None
 
 
-def with_settings(arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:
+def with_settings(arguments: Arguments, settings: Mapping[str, object]) -> Arguments:
     """The configuration with dotted keys changed."""
     for key, value in settings.items():
         arguments = with_value(arguments, key, value)

@@ -14,7 +14,7 @@ class JsonSection(Namespace):
         values: As the file has them; sections inside become the same.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, values: Mapping[str, object] | None = None) -> None:
         super().__init__(**{str(key): _as_section(value) for key, value in (values or {}).items()})
 
     def __getitem__(self, key: str) -> Any:

@@ -115,7 +115,7 @@ class ProvidedLoader:
             way_out="Set it to a number of steps (--train-iters).",
         )
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved.
 
         Raises:

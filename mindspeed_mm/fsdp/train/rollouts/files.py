@@ -47,13 +47,13 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def text_of(header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+def text_of(header: Mapping[str, object], samples: Sequence[Mapping[str, object]]) -> str:
     """The content of a file; numbers as they are, to the last bit."""
     body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples)
     return json.dumps({**header, _CHECKSUM: _rollout_checksum(header, body)}) + "\n" + body
 
 
-def _rollout_checksum(header: Mapping[str, Any], body: str) -> str:
+def _rollout_checksum(header: Mapping[str, object], body: str) -> str:
     return digest_of(json.dumps(header, sort_keys=True) + body)
 
 

@@ -145,7 +145,7 @@ class RolloutLoader:
         """Optimizer steps until so many epochs of prompts are done."""
         return self._order.steps_for(epochs)
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved; raises as `RolloutOrder.go_on`."""
         note = self._order.go_on(position, before, may_skip=may_skip)
         self.position = self._order.position
@@ -275,7 +275,7 @@ class RolloutLoader:
         self.metrics.time(facts, begun.drawing_s + drawn - waits, judged - drawn)
         return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
 
-    def _drawn_before(self, header: Mapping[str, Any]) -> Future[list[list[object]]] | None:
+    def _drawn_before(self, header: Mapping[str, object]) -> Future[list[list[object]]] | None:
         """This rank's samples of this very rollout, which were drawn and not judged; None unless all ranks have
         theirs."""
         stored = files.read_samples(self._drawn_file(header)) if self._folder is not None else None
@@ -306,7 +306,7 @@ class RolloutLoader:
         assert self._folder is not None
         return files.drawn_file(self._folder, header["rollout"], self._job.state.data_rank)
 
-    def _drawn_header(self, header: Mapping[str, Any]) -> dict[str, Any]:
+    def _drawn_header(self, header: Mapping[str, object]) -> dict[str, Any]:
         return {**header, "settings": self._settings[1], "data_ranks": self._job.state.data_size}
 
     def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
@@ -341,7 +341,7 @@ class RolloutLoader:
         by_step = found.values.view(plan.steps, ranks, -1)
         return list(by_step[:, self._job.state.data_rank])
 
-    def _worth(self, lines: Sequence[Mapping[str, Any]]) -> Advantages:
+    def _worth(self, lines: Sequence[Mapping[str, object]]) -> Advantages:
         """What rewards come to, for the log, too."""
         assert self.source is not None
         scores = scores_of_lines(lines)
@@ -404,7 +404,7 @@ class RolloutLoader:
             prompts.append(self._repeated([self.dataset[row] for row in rows]))
         return self._read(place.number, prompts, stored)
 
-    def _stored(self, number: int, header: Mapping[str, Any]) -> files.StoredRollout | None:
+    def _stored(self, number: int, header: Mapping[str, object]) -> files.StoredRollout | None:
         """A file of this very rollout, where all ranks see it."""
         if self._folder is None:
             return None

@@ -37,7 +37,7 @@ class RunOrder(Protocol):
         """Optimizer steps until `epochs` epochs are done."""
         ...
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved; returns what to say of it, empty when nothing changes."""
         ...
 

@@ -100,7 +100,7 @@ class ResumePoint:
             reads_optimizer = self.with_optimizer and not self.reader.training.no_load_optim
             check_tensors(self.checkpoint, model, with_optimizer=reads_optimizer)
 
-    def _checked(self, state: Mapping[str, Any]) -> LoopState:
+    def _checked(self, state: Mapping[str, object]) -> LoopState:
         assert self.checkpoint is not None
         _check_state(state, self.checkpoint.path / TRAINER_STATE, self.checkpoint.iteration)
         return cast(LoopState, state)

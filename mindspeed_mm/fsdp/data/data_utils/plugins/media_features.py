@@ -91,7 +91,7 @@ class CompleteBatch(Protocol):
     """The method `complete` of a media plugin whose model takes its media row by row, or a mask that says which tokens
     see which picture."""
 
-    def __call__(self, batch: Mapping[str, Any], media_of_rows: Sequence[Sequence[MediaFeatures]]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, object], media_of_rows: Sequence[Sequence[MediaFeatures]]) -> dict[str, Any]:
         """Return keys to add to a batch, or to replace, once its rows are padded and its media joined.
 
         It is called for the batches of training and for the questions of inference, evaluation and rollouts alike.

@@ -273,9 +273,9 @@ class ProcessorPlugin:
     def _check_asked_alone(
         self,
         kind: MediaKind,
-        tensors: Mapping[str, Any],
-        alone: Mapping[str, Any],
-        ask: partial[Mapping[str, Any]],
+        tensors: Mapping[str, object],
+        alone: Mapping[str, object],
+        ask: partial[Mapping[str, object]],
         text: str,
     ) -> None:
         """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
@@ -302,7 +302,7 @@ class ProcessorPlugin:
                 self._check_joined(tensors, ask, text)
         self._fit_to_be_asked.add(kind)
 
-    def _check_joined(self, tensors: Mapping[str, Any], ask: partial[Mapping[str, Any]], text: str) -> None:
+    def _check_joined(self, tensors: Mapping[str, object], ask: partial[Mapping[str, object]], text: str) -> None:
         """Raise `ConfigError` where whole numbers that a processor makes of two pictures are not those of each, joined:
         Molmo2's count patches through all pictures of a call."""
         try:
@@ -432,7 +432,7 @@ class ProcessorPlugin:
                 way_out="Set it to false.",
             )
 
-    def _check_window(self, sound: AudioClip, tensors: Mapping[str, Any]) -> None:
+    def _check_window(self, sound: AudioClip, tensors: Mapping[str, object]) -> None:
         """Feature extractors cut what is too long without a word."""
         hop, most = setting_of(self._hears, int, "hop_length"), setting_of(self._hears, int, "n_samples")
         if hop is None or most is None or len(sound.samples) <= most:
@@ -451,7 +451,7 @@ def _ids_of(made: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def _tells_places(made: Mapping[str, Any]) -> bool:
+def _tells_places(made: Mapping[str, object]) -> bool:
     """Whether a processor said what it wrote in the place of each placeholder."""
     return "text_replacement_offsets" in made
 

@@ -98,7 +98,7 @@ def _typed_part(part: object, sample: Sample, key: str) -> JsonObject:
     return {"type": kind}  # its source is in a column of the row
 
 
-def text_of_part(part: Mapping[str, Any], where: str, key: str) -> str:
+def text_of_part(part: Mapping[str, object], where: str, key: str) -> str:
     """The text of a part. Raises `DataError` where it has none."""
     text = part.get(first_given(part, _TEXT_FIELDS_OF_TEXT) or "text")
     if not isinstance(text, str):
@@ -111,7 +111,7 @@ _TEXT_FIELDS_OF_TEXT = ("text", "value", "content")
 _TEXT_FIELDS = frozenset({"type", *_TEXT_FIELDS_OF_TEXT, "train", "weight"})
 
 
-def _check_trained_whole(part: Mapping[str, Any], where: str, key: str) -> None:
+def _check_trained_whole(part: Mapping[str, object], where: str, key: str) -> None:
     """Raise where a part is marked (axolotl's `train` and `weight`) otherwise than its turn may be."""
     for name in ("train", "weight"):
         if part.get(name) not in (None, True):  # 1 counts as well
@@ -208,7 +208,7 @@ OF_TURNS: dict[str, MediaKind] = {"images": "image", "videos": "video", "audios"
 
 
 def with_own_media(
-    content: str | list[JsonObject], message: Mapping[str, Any], sample: Sample, key: str
+    content: str | list[JsonObject], message: Mapping[str, object], sample: Sample, key: str
 ) -> str | list[JsonObject]:
     """Content of a turn with the media that the turn itself lists: each at its placeholder, or before the text where
     there is no placeholder.
@@ -417,7 +417,7 @@ def without_media(content: str | list[JsonObject], kinds: Collection[str]) -> st
     return _plain(content)
 
 
-def seems_lost(row: Mapping[str, Any], kind: MediaKind, read: Collection[str]) -> bool:
+def seems_lost(row: Mapping[str, object], kind: MediaKind, read: Collection[str]) -> bool:
     """Whether a column that is not read seems to hold media of a kind.
 
     Args:

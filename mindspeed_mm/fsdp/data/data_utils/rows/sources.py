@@ -423,7 +423,7 @@ def _located(path: Path, listed_in: Path, where: str) -> Path:
     )
 
 
-def _taken_of(entry: Mapping[str, Any], where: str) -> tuple[int | None, float | None, int]:
+def _taken_of(entry: Mapping[str, object], where: str) -> tuple[int | None, float | None, int]:
     """The most rows that are taken, the share of them, and how often each is read."""
     times = entry.get("repeat_time", entry.get("sampling_rate", 1))
     strategy = str(entry.get("sampling_strategy") or "all")

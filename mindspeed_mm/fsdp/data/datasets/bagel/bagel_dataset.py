@@ -65,7 +65,7 @@ class _Positions:
 
     reads: frozenset[str] = frozenset()
 
-    def __call__(self, input_ids: object, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, input_ids: object, inputs: Mapping[str, object]) -> torch.Tensor:
         """(1, L) int64 positions of a sample, which its arrays hold."""
         return torch.as_tensor(inputs["position_ids"])[None]
 
@@ -352,7 +352,7 @@ def _chosen(texts: Sequence[str], chance: random.Random | None, ids_of: Any) -> 
     return chance.choice(texts)
 
 
-def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: object) -> str:
+def _caption(row: Mapping[str, object], place: RowLocation, chance: random.Random | None, ids_of: object) -> str:
     """A caption of a picture: `captions` is an object of texts, as text or as it is."""
     captions = row["captions"]
     try:
@@ -365,7 +365,7 @@ def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random |
     return _chosen(texts, chance, ids_of) if texts else " "
 
 
-def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: object) -> list[RowPart]:
+def _edit(row: Mapping[str, object], place: RowLocation, chance: random.Random | None, ids_of: object) -> list[RowPart]:
     """A stretch of a chain of edits: its first picture, then an instruction and the picture that it made, once or
     twice; or the instructions of two edits together, and the last picture. Without chance the whole chain."""
     pictures, told = _list_of(row["image_list"]), [_texts(each) for each in _list_of(row["instruction_list"])]

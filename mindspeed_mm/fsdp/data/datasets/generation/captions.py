@@ -130,7 +130,7 @@ def repeated_id(sample_id: str, repeat: int) -> str:
     return f"{sample_id}+{repeat}" if repeat else sample_id
 
 
-def captions_of(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
+def captions_of(found: tuple[str, object], place: RowLocation) -> tuple[str, ...]:
     """The captions in a column, (name, value): a text, a list of texts, or such a list in a cell of a table.
 
     Raises:

@@ -21,7 +21,7 @@ def roles_of_rows(roles: Sequence[MediaRole], basic: BasicParameters) -> tuple[M
     return (*roles, REJECTED) if basic.stage == "rm" else tuple(roles)
 
 
-def as_pair(row: Mapping[str, Any], place: object) -> dict[str, Any]:
+def as_pair(row: Mapping[str, object], place: object) -> dict[str, Any]:
     """A row of a pair with the chosen side in `file` and the rejected one in `file_rejected`, whatever it is written
     as.
 

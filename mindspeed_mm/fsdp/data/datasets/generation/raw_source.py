@@ -520,7 +520,7 @@ def _error_at_row(row: GenerationRow, error: DataError) -> DataError:
     return DataError(problem.what, where=where, key=problem.key, way_out=problem.way_out)
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(settings: Mapping[str, object]) -> dict[str, Any]:
     """With lists in place of tuples, as JSON gives them back."""
     plain = dict(settings)
     for name, value in settings.items():

@@ -362,7 +362,7 @@ def media_digest(media: bytes | BinaryIO) -> bytes:
     return digest.digest()
 
 
-def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any]) -> str:
+def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, object]) -> str:
     """What a sample is, in 32 hex digits: the same wherever the file lies and whatever it is called.
 
     Args:
@@ -378,7 +378,7 @@ def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any
 
 
 def parse_row(
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     place: RowLocation,
     columns: ColumnNames,
     folder: str = "",
@@ -497,7 +497,7 @@ def _one_column_each(row: dict[str, Any], roles: Sequence[MediaRole], place: Row
 
 
 def _check_not_null(
-    row: Mapping[str, Any], columns: ColumnNames, place: RowLocation, *, needs_caption: bool = True
+    row: Mapping[str, object], columns: ColumnNames, place: RowLocation, *, needs_caption: bool = True
 ) -> None:
     """A column that is there and holds nothing is another fault than one that is not there."""
     for named, usual, way_out in (
@@ -532,7 +532,7 @@ def _tried(named: str | None, usual: Sequence[str]) -> Sequence[str]:
     return usual if named is None else (named,)
 
 
-def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | bytes:
+def _medium(found: tuple[str, object], folder: str, place: RowLocation) -> str | bytes:
     name, value = found
     if isinstance(value, list) and len(value) == 1:
         value = value[0]

@@ -66,7 +66,9 @@ class SizeSettings:
     """See `ClipSampling`."""
 
     @classmethod
-    def read(cls, preprocess: PreprocessParameters | Mapping[str, Any], model_fps: float | None = None) -> SizeSettings:
+    def read(
+        cls, preprocess: PreprocessParameters | Mapping[str, object], model_fps: float | None = None
+    ) -> SizeSettings:
         """Out of the configuration.
 
         Args:
@@ -87,7 +89,7 @@ class SizeSettings:
         return cls(**_comparable(given))
 
     @classmethod
-    def noted(cls, preprocessing: Mapping[str, Any]) -> SizeSettings:
+    def noted(cls, preprocessing: Mapping[str, object]) -> SizeSettings:
         """As a feature set has noted them; what its version did not know was as the defaults are."""
         known = {name: preprocessing[name] for name in cls.__dataclass_fields__ if name in preprocessing}
         return cls(**_comparable(known))
@@ -398,7 +400,7 @@ def _is_bucket(value: object) -> bool:
     return isinstance(value, str) and _BUCKET.fullmatch(value.replace(" ", "")) is not None
 
 
-def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(settings: Mapping[str, object]) -> dict[str, Any]:
     """Lists as tuples: what was read of JSON equals what was read of YAML."""
     comparable = dict(settings)
     for name, value in settings.items():
@@ -456,13 +458,13 @@ _EXCLUDED_BY = {"buckets": ("num_frames", "height"), "max_pixels": ("height", "b
 """Key → keys that say the same in another way."""
 
 
-def _wrong_values(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _wrong_values(given: Mapping[str, object]) -> Iterator[Problem]:
     for name, value in given.items():
         if not _ALLOWED[name].is_right(value):
             yield Problem(f"{value!r} is not {_ALLOWED[name].words}", key=f"{_KEY}.{name}")
 
 
-def _conflicts(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _conflicts(given: Mapping[str, object]) -> Iterator[Problem]:
     absent = {"height", "width"} - given.keys()
     if len(absent) == 1:
         yield Problem("only one side is given", key=f"{_KEY}.{absent.pop()}", way_out="Give height and width.")

@@ -210,7 +210,7 @@ def _read(path: Path, column: str | None) -> list[PromptRow]:
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], place: str, column: str | None, folder: Path) -> PromptRow:
+def _of_row(row: Mapping[str, object], place: str, column: str | None, folder: Path) -> PromptRow:
     columns = [column] if column else [name for name in _COLUMNS if name in row]
     name = columns[0] if columns else "prompt"
     text = row.get(name)
