@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -139,7 +139,7 @@ def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
     return files.records
 
 
-def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None = None) -> None:
+def read_tree(tree: Mapping[str, object], reader: MetadataReader, ranks: Ranks | None = None) -> None:
     """Fill the tensors of `tree` in place, each rank reading what its shards need.
 
     Args:

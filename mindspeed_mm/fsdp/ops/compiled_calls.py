@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +57,7 @@ class CountedBackend:
         self.failure = ""
         """Why the backend failed on a graph; empty where it did not."""
 
-    def __call__(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Sequence[object]) -> Callable[..., Any]:
         """What runs in the place of a traced graph; called by the compiler."""
         try:
             compiled = self._compile(graph, inputs)
@@ -75,7 +75,7 @@ class CountedBackend:
 
         return run
 
-    def _compile(self, graph: object, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile(self, graph: object, inputs: Sequence[object]) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend  # see `most_graphs`
 
         backend = lookup_backend(self._name)
@@ -226,7 +226,7 @@ class CompiledForward:
         return output
 
     def _compute(
-        self, compiled: _Compilations, signature: Signature, args: tuple[object, ...], kwargs: dict[str, Any]
+        self, compiled: _Compilations, signature: Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
         kind = self._kind
         if kind.is_used_up(compiled):

@@ -13,7 +13,7 @@ between two graphs; while nothing is compiled, the mark costs one call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _VALUES)
 
 
-def sent_with_values(values: list[Any], like: torch.Tensor) -> torch.Tensor:
+def sent_with_values(values: Sequence[object], like: torch.Tensor) -> torch.Tensor:
     """A tensor of values that the host has, of the type of another and beside it."""
     return moved_with_values(torch.tensor(values, dtype=like.dtype), like.device)
 

@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -144,7 +144,7 @@ def _kind(name: str, category: str | None) -> Kind:
     return kind
 
 
-def _number(details: dict[str, Any], *keys: str) -> int:
+def _number(details: Mapping[str, object], *keys: str) -> int:
     for key in keys:
         value = details.get(key)
         if isinstance(value, int):

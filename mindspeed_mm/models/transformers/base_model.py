@@ -6,7 +6,7 @@ shards itself; gradients, clipping, checkpoints and the rest are the engine's al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -90,7 +90,7 @@ class FSDP2Mixin:
         self.fsdp2_kwargs = {**unit_options(plan, mesh), **kwargs}
         self.fsdp2_config = _as_config(plan, state.axis_size("fsdp"))
 
-    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: UserConfig = None) -> None:
+    def _fully_shard(self, fsdp2_kwargs: Mapping[str, object] | None = None, fsdp2_config: UserConfig = None) -> None:
         """Override it to shard the model in a way that the configuration cannot say."""
         set_recompute_modules_to_wrap()
         set_fullyshard_modules_to_wrap()

@@ -383,5 +383,5 @@ def _spread_samples(model: nn.Module, plan: Path) -> None:
     model.register_forward_pre_hook(_ask, with_kwargs=True, prepend=True)
 
 
-def _ask(_: nn.Module, args: tuple[object, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
     return args, {**inputs, CONTEXT_KEY: True}

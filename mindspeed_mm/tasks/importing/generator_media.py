@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
     return found
 
 
-def _held_out(draft: PeerSetup, dataset: dict[str, Any], subset: dict[str, Any]) -> float:
+def _held_out(draft: PeerSetup, dataset: Mapping[str, object], subset: Mapping[str, object]) -> float:
     """The share of a subset that is validated on; 1 for one that is not trained on."""
     given = (draft.given.tree, draft.given.tree.get("general") or {}, dataset, subset)
     return float(next((each["validation_split"] for each in reversed(given) if "validation_split" in each), 0.0))
@@ -186,13 +187,13 @@ def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): share} if 0 < share < 1 else {}
 
 
-def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: object = None) -> Any:
+def _general(draft: PeerSetup, dataset: Mapping[str, object], word: str, default: object = None) -> Any:
     """A setting of a data set, of all of them, or of the command."""
     general = draft.given.tree.get("general") or {}
     return dataset.get(word, general.get(word, draft.get(word, default)))
 
 
-def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
+def _resolution(draft: PeerSetup, dataset: Mapping[str, object]) -> tuple[int, int]:
     """Width and height that a data set is trained at."""
     default = [960, 544] if draft.tool.name == "musubi" else 512
     given = _general(draft, dataset, "resolution", default)
@@ -216,7 +217,7 @@ def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
     return found
 
 
-def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
+def _sizes(draft: PeerSetup, dataset: Mapping[str, object]) -> dict[str, Any]:
     width, height = _resolution(draft, dataset)
     frames = dataset.get("target_frames")
     sizes: dict[str, Any] = (

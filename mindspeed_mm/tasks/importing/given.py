@@ -142,7 +142,7 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _given_value(values: list[Any]) -> Any:
+def _given_value(values: Sequence[object]) -> Any:
     """A switch is on, one value is itself, several are a list."""
     if not values:
         return True

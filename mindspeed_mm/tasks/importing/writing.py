@@ -73,7 +73,7 @@ def _section_lines(section: Mapping[str, object], comments: Mapping[str, str], p
     return lines
 
 
-def _is_long(value: list[Any], indent: str, name: str) -> bool:
+def _is_long(value: Sequence[object], indent: str, name: str) -> bool:
     return any(isinstance(each, dict) for each in value) or len(f"{indent}{name}: {_flow(value)}") > _WIDTH - 30
 
 

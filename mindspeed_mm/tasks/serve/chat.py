@@ -333,5 +333,5 @@ async def _beat(told: asyncio.Queue[Told]) -> None:
         told.put_nowait(_HEARTBEAT)
 
 
-def _data(value: dict[str, Any]) -> str:
+def _data(value: Mapping[str, object]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -7,7 +7,7 @@ placeholder tokens are replaced by the tokens of their media afterwards, so noth
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -415,7 +415,7 @@ class SampleEncoder:
         has_fractions = any(weight not in (None, 0, 1) for weight in weights)
         return Turns(placed.text, ids, labels, counts, media_spans, has_fractions)
 
-    def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
+    def _is_told_apart(self, message: Mapping[str, object], weight: float | None) -> bool:
         """Whether a turn counts otherwise than what stands around it."""
         if not self._options.train_on_prompt:
             return bool(weight)

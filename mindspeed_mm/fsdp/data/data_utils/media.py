@@ -179,7 +179,7 @@ class MediaLoader:
         options = options_of(item)
         return rule_of(self.limits.clip, options) if options else self.limits.clip
 
-    def _load_frames(self, items: list[Any], sizes: FrameSizes, with_sound: bool) -> VideoClip:
+    def _load_frames(self, items: Sequence[object], sizes: FrameSizes, with_sound: bool) -> VideoClip:
         if with_sound:
             raise DataError("a list of pictures has no sound", way_out="Set use_audio_in_video: false.")
         first = self.load_image(_first_frame(items))

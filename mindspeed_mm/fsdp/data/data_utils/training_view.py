@@ -465,5 +465,5 @@ def _read(path: Path) -> dict[str, Any]:
     return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _store(path: Path, content: dict[str, Any]) -> None:
+def _store(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

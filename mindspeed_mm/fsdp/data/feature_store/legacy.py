@@ -310,7 +310,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
         return latents
 
 
-def _tensor(content: dict[str, Any], path: Path) -> torch.Tensor:
+def _tensor(content: Mapping[str, object], path: Path) -> torch.Tensor:
     latents = content.get("latents")
     if not isinstance(latents, torch.Tensor) or not latents.is_floating_point():
         raise DataError("holds no latents under 'latents'", where=str(path))

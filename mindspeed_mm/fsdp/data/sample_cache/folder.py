@@ -20,11 +20,10 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ class CacheFolder:
         settings: See `identity.settings_of`.
     """
 
-    def __init__(self, root: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, root: Path, settings: Mapping[str, object]) -> None:
         self.path = root / digest_of(settings)
         self._settings = settings
 

@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str,
     }
 
 
-def digest_of(settings: dict[str, Any]) -> str:
+def digest_of(settings: Mapping[str, object]) -> str:
     """Return a name for settings: 16 hexadecimal digits of the SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -7,6 +7,7 @@ rows only, so labels count from the first of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class CosyVoice3Config(PretrainedConfig):
 
     def __init__(
         self,
-        llm_config: Qwen2Config | dict[str, Any] | None = None,
+        llm_config: Qwen2Config | Mapping[str, object] | None = None,
         speech_token_size: int = 6561,
         extra_speech_rows: int = 200,
         mix_ratio: tuple[int, int] | list[int] = (5, 15),

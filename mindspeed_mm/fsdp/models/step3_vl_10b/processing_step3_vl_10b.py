@@ -3,6 +3,7 @@ long."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Step3VLProcessor(Step3p7Processor):
 
     @classmethod
     def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path: str, processor_dict: dict[str, Any] | None = None, **kwargs: object
+        cls, pretrained_model_name_or_path: str, processor_dict: Mapping[str, object] | None = None, **kwargs: object
     ) -> list[Any]:
         folder = Path(pretrained_model_name_or_path)
         if (folder / "preprocessor_config.json").is_file() or "image_processor" in (processor_dict or {}):

@@ -321,7 +321,7 @@ class Generator:
         configured: int | None = attribute_at(self.model, "generation_config.num_beams")
         return configured or 1
 
-    def _transcribe(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
+    def _transcribe(self, inputs: Mapping[str, object], rows: Sequence[LiveAnswer]) -> None:
         (most,) = {row.sampling.max_new_tokens for row in rows}
         (speech,) = {row.speech for row in rows}
         found = transcripts(self.model, inputs, self.encoder.processor, speech, max_new_tokens=most)

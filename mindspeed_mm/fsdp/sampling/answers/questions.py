@@ -5,7 +5,7 @@ Speech with transcripts is read as LibriSpeech is published: FLAC files beside a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def _read_question(
     )
 
 
-def text_field(row: dict[str, Any], name: str, default: str) -> str:
+def text_field(row: Mapping[str, object], name: str, default: str) -> str:
     """A value of a row as text; one that is null counts as not there."""
     value = row.get(name)
     return default if value is None else str(value)

@@ -10,7 +10,7 @@ import base64
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +105,7 @@ class RolloutServer(ABC):
             MachineError: The server is away, answers with something else, or makes other tokens of the prompt.
         """
 
-    def post(self, path: str, content: dict[str, Any], read: Callable[[Any], T]) -> T:
+    def post(self, path: str, content: Mapping[str, object], read: Callable[[Any], T]) -> T:
         """What `read` takes from the JSON of an answer, an empty one being null.
 
         Raises:
@@ -218,7 +218,9 @@ class VllmServer(RolloutServer):
 
         return self.post("/v1/completions", {**settings, "prompt": prompt.token_ids, "logprobs": 0}, read)
 
-    def _drawn_in_chat(self, prompt: ServedPrompt, settings: dict[str, Any], end_ids: Sequence[int]) -> DrawnAnswer:
+    def _drawn_in_chat(
+        self, prompt: ServedPrompt, settings: Mapping[str, object], end_ids: Sequence[int]
+    ) -> DrawnAnswer:
         asked = {**settings, "messages": prompt.messages, "logprobs": True, "top_logprobs": 0}
         if prompt.tools:
             asked["tools"], asked["tool_choice"] = prompt.tools, "none"

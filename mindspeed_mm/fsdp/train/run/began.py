@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def _resolved_of_resumed(training: TrainingArguments, options: ResumeOptions) ->
     return resolved if resolved is not None and resolved.is_file() else None
 
 
-def _has_key(tree: dict[str, Any], key: str) -> bool:
+def _has_key(tree: Mapping[str, object], key: str) -> bool:
     try:
         value_at(tree, key)
     except KeyError:
@@ -102,7 +103,7 @@ def _set(tree: dict[str, Any], key: str, value: object) -> None:
     tree[name] = value
 
 
-def _checked_tree(tree: dict[str, Any], resolved: Path) -> Arguments:
+def _checked_tree(tree: Mapping[str, object], resolved: Path) -> Arguments:
     try:
         arguments = Arguments.model_validate(tree)
     except ValidationError as error:

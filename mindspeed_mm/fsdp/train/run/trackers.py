@@ -71,7 +71,7 @@ class Tracker:
 class _RunOfService(Protocol):
     """What wandb and trackio give for a run."""
 
-    def log(self, metrics: dict[str, Any], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, object], *, step: int) -> None:
         """Send what a step has."""
 
 

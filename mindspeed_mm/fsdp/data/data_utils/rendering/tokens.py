@@ -103,7 +103,7 @@ class Tokens:
         """Without the cache, which is not pickled."""
         return {key: value for key, value in vars(self).items() if key != "_spelled"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         vars(self).update(state)
         self._spelled = lru_cache(_SPELLINGS)(self._spell)
 

@@ -56,7 +56,7 @@ _PATHS = ("path", "url", "file")
 _BYTES = ("bytes", "base64", "data")
 
 
-def read_parts(parts: list[Any], sample: Sample, key: str) -> str | list[JsonObject]:
+def read_parts(parts: Sequence[object], sample: Sample, key: str) -> str | list[JsonObject]:
     """Typed parts of a message: their text where that is all; otherwise a list in which a medium that brings its own
     source has it under `source`. What nothing reads is noted on the sample.
 

@@ -13,7 +13,7 @@ or `rejected_messages`). Only what differs is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,7 +74,7 @@ def add_system(sample: Sample, row: Row, row_format: RowFormat) -> None:
         sample.note_unread(Unread("column", str(row_format.system)))
 
 
-def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, field: str = "message") -> None:
+def add_messages(sample: Sample, messages: Sequence[object], row_format: RowFormat, field: str = "message") -> None:
     """Append messages of a row.
 
     Args:

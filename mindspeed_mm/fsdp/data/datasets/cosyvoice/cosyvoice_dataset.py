@@ -8,7 +8,7 @@ its own place; a token is predicted from the one before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class CosyVoiceDataset(SpokenRows):
 
     # --- one row ------------------------------------------------------------------------------------------------------
 
-    def _codes(self, row: dict[str, Any], place: str) -> list[int]:
+    def _codes(self, row: Mapping[str, object], place: str) -> list[int]:
         given = row.get("speech_token")
         try:
             codes = np.asarray([] if given is None else given)

@@ -10,7 +10,7 @@ and the last answer with the codes of its speech. The answer's words go beside t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,13 +147,13 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         words, _ = self._tokens.encode(self._tokens.protect(text), [])
         return words.tolist()  # type: ignore[no-any-return]
 
-    def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
+    def _codes(self, row: Mapping[str, object], place: str) -> np.ndarray:
         talker = self._config.talker_config
         others = talker.num_code_groups - 1
         sizes = [talker.code_predictor_config.vocab_size] * (1 + others)
         return codes_of(row, place, sizes, "the encoder of the codec whose decoder is code2wav")
 
-    def _voice(self, row: dict[str, Any], place: str) -> int:
+    def _voice(self, row: Mapping[str, object], place: str) -> int:
         known = self._config.talker_config.speaker_id or {}
         name = str(row.get("speaker") or "").lower()
         if name not in known:
