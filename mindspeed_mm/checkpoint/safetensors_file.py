@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -114,9 +114,9 @@ def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
     return stream.read(length)
 
 
-def _parse(text: bytes, file: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+def _parse(text: bytes, file: Path) -> JsonObject:
+    def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
+        found: JsonObject = {}
         for name, value in pairs:
             if name in found:
                 raise _damaged(file, f"the header holds the key '{name}' twice")

@@ -12,9 +12,10 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Union, get_args, get_origin
 
 from mindspeed_mm.core.errors import ConfigError, Problem, UsageError, count_problems
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def validated(method: Subcommand, given: Mapping[str, object], command: str) -> 
     from pydantic import ConfigDict, ValidationError, create_model
 
     parameters = _parameters(method)
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name, parameter in parameters.items():
         default = ... if parameter.default is _REQUIRED else parameter.default
         fields[name] = parameter.annotation, default

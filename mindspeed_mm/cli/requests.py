@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.request import Request, RequestField, all_fields, request_of
 
 Kind = TypeVar("Kind", bound=Request)
@@ -65,7 +66,7 @@ def given_names() -> frozenset[str]:
 def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     declared = each.declared
     if declared.is_argument:
-        settings: dict[str, Any] = {"type": _type_of(each), "metavar": declared.metavar}
+        settings: JsonObject = {"type": _type_of(each), "metavar": declared.metavar}
         if each.is_multiple:
             settings |= {"nargs": -1, "required": each.default is MISSING}
         elif each.default is not MISSING:

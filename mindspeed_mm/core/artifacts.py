@@ -22,7 +22,7 @@ from typing import Any
 
 from mindspeed_mm.core.drafts import boot_id, draft_file, remove_dead_files
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 SAMPLES_MANIFEST = "samples.jsonl"
 """Beside what a run drew while it was trained."""
@@ -118,7 +118,7 @@ def _finite(value: object) -> Any:
     return value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """The objects of a JSONL file that is written while a run goes on; a line that a crash cut short is left out."""
     if not path.exists():
         return []

@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.core.suggest import did_you_mean
 
@@ -171,7 +172,7 @@ class RequestField:
 class Request:
     """Base of requests: frozen dataclasses whose values are checked when one is made."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[JsonObject]
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
 
@@ -16,7 +17,7 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf
 """Other names of types in model.json → ours."""
 
 
-def section_of(config: object) -> dict[str, Any]:
+def section_of(config: object) -> JsonObject:
     """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`.
 
     Raises:

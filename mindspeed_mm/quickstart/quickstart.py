@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.started_python import own_python, safe_environment
 from mindspeed_mm.core.terminal import quoted, say
 from mindspeed_mm.quickstart.folder import check_folder
@@ -52,7 +53,7 @@ class Learned:
     """A held-out picture, for questions."""
     reused: bool
     """Whether data and model folder were there already."""
-    accuracy: dict[str, dict[str, Any]]
+    accuracy: dict[str, JsonObject]
     """Task, or `overall` → questions, accuracy and its 95 % interval."""
     same_as_transformers: int
     """Held-out questions that plain transformers answers with the very same tokens; all that were compared."""

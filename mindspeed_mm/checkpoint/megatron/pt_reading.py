@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.checkpoint.megatron import pt_index
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 _BROKEN = "Copy the file again."
 
@@ -73,7 +72,7 @@ def read_pt_files(paths: Sequence[Path]) -> list[PtContent]:
     return contents
 
 
-def _pt_content(path: Path, found: dict[str, Any]) -> PtContent:
+def _pt_content(path: Path, found: JsonObject) -> PtContent:
     if name := found.get("refused"):
         raise CheckpointError(
             f"is refused: it asks for {name}, which weights do not need",

@@ -18,7 +18,7 @@ from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, read_tree
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.tree import (
@@ -360,7 +360,7 @@ class TensorIndex:
                 way_out=WEIGHTS_ONLY,
             )
 
-    def as_stored(self, tree: Tree) -> dict[str, Any]:
+    def as_stored(self, tree: Tree) -> JsonObject:
         """The tree under the checkpoint's own keys."""
         if not self.prefix:
             return dict(tree[MODEL])

@@ -13,7 +13,7 @@ from mindspeed_mm.checkpoint.layout import MANIFEST
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.core.hashed_file import FileRecord, is_checksum
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 FORMAT = "mindspeed-mm-checkpoint"
 FORMAT_VERSION = 2
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _file_record(record: dict[str, Any]) -> FileRecord:
+def _file_record(record: JsonObject) -> FileRecord:
     if record.keys() == {"size", "sha256"}:  # format version 1
         return FileRecord(size=record["size"], checksum=f"sha256:{record['sha256']}")
     return FileRecord(**record)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.flash_sinks import flash_with_sinks
 from mindspeed_mm.fsdp.ops.forward_stack import Kwargs
 from mindspeed_mm.fsdp.ops.host_values import facts_of_this_call, host_values, outside_graphs, read_facts
@@ -309,7 +310,7 @@ class _Layer:
     def _scale_of(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
-    def _for_npu(self, query: torch.Tensor) -> dict[str, Any]:
+    def _for_npu(self, query: torch.Tensor) -> JsonObject:
         scale = self._scale_of(query)
         dealt = {"causal": self.causal, "window": self.window, "two_way": self.two_way}
         return dealt | {"scale": scale, "dropout": self.dropout}

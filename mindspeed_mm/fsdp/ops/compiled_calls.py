@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.forward_stack import Forward
 
 GRAPHS_PER_FORWARD = 32
@@ -245,7 +246,7 @@ class CompiledForward:
         return CompiledForward(copy.deepcopy(self._forward, memo), copy.deepcopy(self._kind, memo))
 
 
-def _without_mark(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_mark(kwargs: dict[str, Any]) -> JsonObject:
     """A packed row of one document comes without a mask, others with an empty one, which says nothing beside borders:
     without it, they share graphs."""
     mask = kwargs.get("attention_mask")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
@@ -191,7 +192,7 @@ def families() -> tuple[ModelCard, ...]:
     return tuple(found)
 
 
-def _by_id(folder: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _by_id(folder: str) -> Iterator[tuple[str, JsonObject, str]]:
     """(id, its card, the card's folder) of everything that is registered below a folder."""
     for card, name in _cards(folder):
         for identity in card["ids"]:
@@ -293,7 +294,7 @@ def has_own_class(transformer: str) -> bool:
 
 
 @cache
-def _cards(folder: str) -> list[tuple[dict[str, Any], str]]:
+def _cards(folder: str) -> list[tuple[JsonObject, str]]:
     """The cards of a room, each with the name of its folder."""
     found = []
     for path in sorted((_ENGINE / folder).glob("*/card.yaml")):

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from mindspeed_mm.core.config_path import steps_of
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import REDACTED, redact, remember_secrets
 from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
@@ -237,9 +238,9 @@ def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
     return value_at_key(_read(given, overrides, None)[1], key)
 
 
-def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
+def resolved_dict(config: ResolvedConfig) -> JsonObject:
     """The whole configuration as plain values, without secrets."""
-    values: dict[str, Any] = redact(config.arguments.to_dict())
+    values: JsonObject = redact(config.arguments.to_dict())
     return values
 
 

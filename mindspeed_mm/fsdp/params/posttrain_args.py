@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.value_types import (
     Flag,
     Natural,
@@ -339,7 +340,7 @@ class RewardArguments(Section):
     """Name of a built-in reward, or of one that a plugin registers."""
     weight: Number = 1.0
     """Weight of this reward in the sum."""
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: JsonObject = Field(default_factory=dict)
     """Keyword arguments of the reward."""
     timeout_s: Seconds = 60.0
     """Longest wait for an answer to one request, in seconds, for rewards that ask a server."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, EmaArguments, SamplingArguments
 from mindspeed_mm.fsdp.params.evaluate_args import EvaluateArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
@@ -82,7 +83,7 @@ class QuantizationPlan(Section):
     """Patterns of the modules that are not quantised."""
     quant_converters: Names = ()
     """Names of the converters that replace modules."""
-    extra_args: dict[str, Any] = Field(default_factory=dict)
+    extra_args: JsonObject = Field(default_factory=dict)
     """Additional settings that the recipe accepts."""
     enable_fsdp_low_precision_all_gather: Flag = True
     """Gather sharded parameters in the low precision."""

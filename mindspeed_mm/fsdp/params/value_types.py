@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import hide, is_below_secret
 
 REVEALED = {"revealed": True}
@@ -50,8 +51,8 @@ class Section(BaseModel):
         return {} if value is None else value
 
     @model_serializer(mode="wrap")
-    def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        values: dict[str, Any] = dump(self)
+    def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> JsonObject:
+        values: JsonObject = dump(self)
         if info.context == REVEALED:
             return values
         own = self.__dict__
@@ -97,12 +98,12 @@ class Section(BaseModel):
         """The value of a key, or the default where there is no such key."""
         return self._entries().get(key, default)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain dicts and lists all the way down, as the YAML has them, secrets too. A copy: changing it changes no
         section."""
         return self.model_dump(mode="json", context=REVEALED)
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> JsonObject:
         return {**self.__dict__, **(self.model_extra or {})}
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 
 # --- columns ----------------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class _Reading:
         self.names, self.lanes = _Numbers(), _Numbers()
         self.processes: dict[str, str] = {}
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: JsonObject) -> None:
         """Keep an event, if it matters."""
         phase, category = event.get("ph"), event.get("cat")
         if phase == "M":
@@ -252,7 +253,7 @@ class TraceFile:
     _at: int = field(default=0, repr=False)
     _is_read: bool = field(default=False, repr=False)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[JsonObject]:
         """Every event but the calls of Python functions, in the order of the file.
 
         Raises:
@@ -273,7 +274,7 @@ class TraceFile:
         content: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]
         return io.TextIOWrapper(content, encoding="utf-8", errors="replace")
 
-    def _events(self, file: IO[str]) -> Iterator[dict[str, Any]]:
+    def _events(self, file: IO[str]) -> Iterator[JsonObject]:
         self._find_list(file)
         decode = json.JSONDecoder(strict=False).raw_decode
         while True:

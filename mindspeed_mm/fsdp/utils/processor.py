@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types, types_of_processors_in_code
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
@@ -100,7 +100,7 @@ def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_cod
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 
     know_family_of(folder)
-    common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    common: JsonObject = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     own = {name: value for name, value in options.items() if value is not None}
     reads = (own_processor_of(folder) or AutoProcessor) if is_multimodal else AutoTokenizer
     processor = reads.from_pretrained(str(folder), **common, **own)

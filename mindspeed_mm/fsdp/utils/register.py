@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
 from mindspeed_mm.fsdp.utils.plugins import import_plugin
@@ -33,7 +34,7 @@ class Registry:
     def __init__(self, kind: str, builtin: Callable[[], Mapping[str, str]] = dict, advice: str = "") -> None:
         self.kind, self._advice = kind, advice
         self._find_builtin = builtin
-        self._entries: dict[str, Any] = {}
+        self._entries: JsonObject = {}
         self._config_keys: dict[str, Mapping[str, Any]] = {}
 
     def register(self, name: str, *, keys: Mapping[str, object] | None = None) -> Callable[[Entry], Entry]:

@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config
 from mindspeed_mm.checkpoint.original.reading import open_generator
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.models.component_section import dtype_of, needed, section_of
 from mindspeed_mm.provider.generator_json import WAN_SIZES
@@ -159,7 +160,7 @@ def _given(name: str, value: torch.Tensor | None, task: str) -> torch.Tensor:
     return value
 
 
-def _stored(path: Path, sizes: Mapping[str, object], task: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _stored(path: Path, sizes: Mapping[str, object], task: str) -> tuple[JsonObject, dict[str, torch.Tensor]]:
     """The configuration and the tensors of weights in any layout, compared with the sizes."""
     asked = "i2v" if task in _WITH_FRAMES else "t2v" if task in ("t2v", "wan2.2-t2v") else None
     with open_generator(path) as weights:

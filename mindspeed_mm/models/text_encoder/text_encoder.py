@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.components import load_class
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -51,7 +52,7 @@ class SingleTextEncoder(nn.Module):
         ModelFolderError: The folder holds no such encoder.
     """
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: JsonObject) -> None:
         super().__init__()
         model_id = str(needed(section, "model_id", _NAME))
         note_unread(section, _KEYS, _NAME)

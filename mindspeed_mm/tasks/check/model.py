@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, told_by_load, weights_folder_of_load
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
@@ -102,7 +102,7 @@ def check_critic(arguments: Arguments, student: nn.Module) -> None:
     check_same_inputs(student, outline.model, folder, critic_key(arguments))
 
 
-_FRESH: dict[str, Any] = {"load": None}
+_FRESH: JsonObject = {"load": None}
 
 
 def _lacks_values(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
@@ -191,7 +192,7 @@ def open_data(
 
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
-    update: dict[str, Any] = {"streaming": False, "truncation": param.basic_parameters.if_too_long}
+    update: JsonObject = {"streaming": False, "truncation": param.basic_parameters.if_too_long}
     if patient:
         update["on_bad_sample"] = "skip"
     if patient and "features_dir" in param.basic_parameters:  # of a generator: its rows are read at the start

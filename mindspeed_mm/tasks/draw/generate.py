@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import ConfigError, DataError, StoppedAfterSave, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -383,5 +384,5 @@ def _spread_samples(model: nn.Module, plan: Path) -> None:
     model.register_forward_pre_hook(_ask, with_kwargs=True, prepend=True)
 
 
-def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
+def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[Any, JsonObject]:
     return args, {**inputs, CONTEXT_KEY: True}

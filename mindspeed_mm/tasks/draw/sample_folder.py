@@ -21,6 +21,7 @@ from mindspeed_mm.core.artifacts import (
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample, SampleOrder
 from mindspeed_mm.fsdp.utils.media_files import write_media
@@ -133,7 +134,7 @@ class SampleFolder:
     def _manifests(self) -> list[Path]:
         return sorted(self.path.glob("manifest.rank*.jsonl")) + sorted(self.path.glob(DRAWN_MANIFEST))
 
-    def _entries(self) -> Iterator[dict[str, Any]]:
+    def _entries(self) -> Iterator[JsonObject]:
         for file in self._manifests():
             yield from read_jsonl(file)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 
 Record = Mapping[str, Any]
@@ -48,7 +49,7 @@ class PairedTest:
             f"{self.questions} questions{chance}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all fields by name, as a dictionary for JSON."""
         return asdict(self)
 

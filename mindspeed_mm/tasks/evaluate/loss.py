@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
@@ -88,7 +89,7 @@ class LossEvaluation:
     tasks: dict[str, MeanLoss]
     overall: MeanLoss
     facts: Facts
-    samples: list[dict[str, Any]]
+    samples: list[JsonObject]
     """Result of each row that was counted: `id`, `task`, `loss` (its mean) and `tokens`."""
     left_out: list[dict[str, str]]
     """Rows without a loss: `id`, `reason`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from mindspeed_mm.checkpoint.stored_weights import step_of_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
 from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
@@ -376,7 +377,7 @@ def complete(
 
 def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArguments:
     """The `model` section of the run, changed so that only the outline of the model is built, on any machine."""
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "model_name_or_path": str(source.model_folder),
         "attn_implementation": source.kind.outline_attention,
         "train_from_scratch": True,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.tasks.given.arguments import given_sections
 from mindspeed_mm.tasks.given.rows import named_path
 
@@ -50,7 +51,7 @@ def resolved(source: Path | Mapping[str, Any], overrides: Sequence[Any] = ()) ->
     return load_of_run(source, overrides)
 
 
-def _model(model: object) -> tuple[nn.Module | None, dict[str, Any]]:
+def _model(model: object) -> tuple[nn.Module | None, JsonObject]:
     """A model object, and what is said of the `model` section."""
     if model is None:
         return None, {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import DRAWN_MANIFEST, read_jsonl
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
 from mindspeed_mm.tasks.given.configuration import resolved
@@ -113,7 +114,7 @@ def _answer(asked: Asked) -> Any:
             raise UsageError(f"{key} go with a prompt", key=key, way_out="Name them in the rows.")
     if (asked.prompt is None and not any(media.values())) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
-    same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
+    same: JsonObject = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
     if asked.rows is None:
         if not isinstance(asked.prompt, str | None):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
 from mindspeed_mm.fsdp.params.loader import given_value
 from mindspeed_mm.fsdp.train.trainer import GivenObjects
@@ -96,10 +97,10 @@ def is_data_set(rows: object) -> bool:
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: Mapping[str, Any]) -> dict[str, Any]:
+def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: Mapping[str, Any]) -> JsonObject:
     """What names the files of rows for training and for validation; those in memory are stored. Their media start at
     the `dataset_dir` that is named, else at the working directory."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     files: list[Path] = []
     train, validation = rows
     if train is not None:
@@ -123,7 +124,7 @@ def _row_file(rows: object, argument: str, name: str, folder: Callable[[], Path]
     return named_path(rows, argument)
 
 
-def _of_basic(**values: object) -> dict[str, Any]:
+def _of_basic(**values: object) -> JsonObject:
     """Values of `basic_parameters` as an override."""
     return {"data": {"dataset_param": {"basic_parameters": values}}}
 
@@ -136,7 +137,7 @@ def _folder_of(
     words: Sequence[Word],
     *,
     reads_rows: bool,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The folder that stands for a model object: where its configuration and processor are read.
 
     Raises:

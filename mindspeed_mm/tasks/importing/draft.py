@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import Kind, PeerRow, PeerTool, words_of
 from mindspeed_mm.tasks.importing.given import Given, Setting
 
@@ -85,7 +85,7 @@ class PeerSetup:
     tool: PeerTool
     given: Given
     method: Method = "sft"
-    out: dict[str, Any] = field(default_factory=dict)
+    out: JsonObject = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """Key → what stands beside it."""
     findings: list[SettingResult] = field(default_factory=list)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import with_lora
 from mindspeed_mm.tasks.importing.draft import (
@@ -74,7 +73,7 @@ def script_of(draft: PeerSetup) -> str:
     return Path(draft.given.program[0]).name if draft.given.program else ""
 
 
-def component(draft: PeerSetup, name: str) -> dict[str, Any]:
+def component(draft: PeerSetup, name: str) -> JsonObject:
     """A JSON file of the model's folder, such as `scheduler/scheduler_config.json`; empty where it is not here."""
     for folder in (draft.out.get(MODEL), draft.model_name):
         try:
@@ -102,7 +101,7 @@ def family_of(draft: PeerSetup) -> str:
     return ""
 
 
-def _adapted(draft: PeerSetup) -> dict[str, Any]:
+def _adapted(draft: PeerSetup) -> JsonObject:
     """The layers that the tool adapts unless it is told otherwise."""
     table = _WITHOUT_MODULATION if draft.tool.name == "musubi" else _BLOCKS
     layers = table.get(family_of(draft))
@@ -147,7 +146,7 @@ def _numbered_blocks(draft: PeerSetup, given: dict[str, str]) -> list[str]:
 def network_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Further arguments of adapters: the kind and the numbers of blocks, and LoRA+; others, such as convolutions, are
     not built."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     pairs = [str(each).partition("=") for each in (value if isinstance(value, list) else re.split(r"\s+", str(value)))]
     blocks = {name: text for name, _, text in pairs if name in _NUMBERS_OF_BLOCKS}
     if blocks:

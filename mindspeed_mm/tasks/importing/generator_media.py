@@ -7,6 +7,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.data_args import CAPTIONS_OF_LISTS
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -35,7 +36,7 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Pictures with one caption, of a thing and its class; or a folder or data set with captions."""
     name = draft.folder_of(str(value), "data", data_fetch)
     prompt = draft.get("instance_prompt")
-    first: dict[str, Any] = {"path": name}
+    first: JsonObject = {"path": name}
     if prompt:
         first["caption"] = str(prompt)
         if not draft.has("caption_column") and (draft.has("dataset_name") or any(Path(name).glob("*.txt"))):
@@ -127,7 +128,7 @@ def ko_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None:
+def _mix_regularisation(draft: PeerSetup, entries: list[JsonObject]) -> None:
     """kohya's scripts read as many pictures of `is_reg` as others (DreamBoothDataset), and with a weight of 1 their
     loss is like any other's: where both can be counted, they are a data set like others, repeated to be as many."""
     counts = [media_in(entry) for entry in entries]
@@ -146,14 +147,14 @@ def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None
     draft.note(DATASET, "pictures of is_reg count like others, and are as many")
 
 
-def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
+def _subsets(draft: PeerSetup) -> list[JsonObject]:
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_resolution(draft, each)) for each in datasets}) > 1
     found = []
     for dataset in datasets:
         entries = []
         for subset in dataset.get("subsets") or []:
-            entry: dict[str, Any] = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
+            entry: JsonObject = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
             if (repeats := int(subset.get("num_repeats", 1))) > 1:
                 entry["repeats"] = repeats
             if subset.get("class_tokens"):
@@ -201,10 +202,10 @@ def _resolution(draft: PeerSetup, dataset: Mapping[str, object]) -> tuple[int, i
     return numbers[0], numbers[-1]
 
 
-def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
+def _datasets(draft: PeerSetup) -> list[JsonObject]:
     """The data sets of a TOML; musubi-tuner takes a sample of a clip for each of its `target_frames`, so that one of
     several becomes several, and the first frame alone where there are none (VideoDataset)."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for dataset in (each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)):
         is_of_clips = any(word in dataset for word in ("video_directory", "video_jsonl_file"))
         if not is_of_clips or dataset.get("frame_extraction") == "full":
@@ -217,10 +218,10 @@ def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
     return found
 
 
-def _sizes(draft: PeerSetup, dataset: Mapping[str, object]) -> dict[str, Any]:
+def _sizes(draft: PeerSetup, dataset: Mapping[str, object]) -> JsonObject:
     width, height = _resolution(draft, dataset)
     frames = dataset.get("target_frames")
-    sizes: dict[str, Any] = (
+    sizes: JsonObject = (
         {"max_pixels": width * height}
         if is_on(_general(draft, dataset, "enable_bucket", False))
         else {"height": height, "width": width}
@@ -248,7 +249,7 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     entries = []
     for dataset in datasets:
         words = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
-        entry: dict[str, Any] = {"path": next((str(dataset[word]) for word in words if word in dataset), "")}
+        entry: JsonObject = {"path": next((str(dataset[word]) for word in words if word in dataset), "")}
         if (repeats := int(_general(draft, dataset, "num_repeats", 1))) > 1:
             entry["repeats"] = repeats
         if dataset.get("control_directory"):
@@ -305,7 +306,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         areas = dataset.get("resolution", 512)
         for area in areas if isinstance(areas, list) else [areas]:
             path = str(dataset.get("folder_path", dataset.get("dataset_path", "")))
-            entry: dict[str, Any] = {"path": path}
+            entry: JsonObject = {"path": path}
             several = len(_areas(draft)) > 1
             if several:
                 entry["name"] = f"{Path(path).name}-{area}"
@@ -332,7 +333,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def process_of(draft: PeerSetup) -> dict[str, Any]:
+def process_of(draft: PeerSetup) -> JsonObject:
     """The part of a job that trains."""
     processes = (draft.given.tree.get("config") or {}).get("process") or [{}]
     return processes[0] if isinstance(processes[0], dict) else {}
@@ -366,7 +367,7 @@ def ai_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def ds_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A table of media and captions."""
     table = draft.get("dataset_metadata_path")
-    entry: dict[str, Any] = {"path": str(table or value)}
+    entry: JsonObject = {"path": str(table or value)}
     if int(draft.get("dataset_repeat", 1)) > 1:
         entry["repeats"] = int(draft.get("dataset_repeat"))
     return {DATASET: entry["path"] if len(entry) == 1 else [entry], f"{BASIC}.dataset_dir": str(value)}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
@@ -77,7 +78,7 @@ def ko_lr(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":optimizer_args")
 def optimizer_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """`weight_decay=0.01`, `betas=0.9,0.99`, `eps=1e-8` of AdamW."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
         name, _, text = str(pair).partition("=")
         numbers = [
@@ -132,9 +133,9 @@ def sd_only(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 # --- noise levels and losses ------------------------------------------------------------------------------------------
 
 
-def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> dict[str, Any]:
+def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> JsonObject:
     """A `weighting_scheme`; the scripts index times that run down, so less noise where the paper has more."""
-    found: dict[str, Any] = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
+    found: JsonObject = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
     if scheme == "logit_normal":
         mean = float(draft.get("logit_mean", 0.0))
         found[f"{DIFFUSION}.logit_mean"] = -mean if flips and mean else mean
@@ -236,7 +237,7 @@ def ko_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         how_much = 1.0 if word == "uniform" else "resolution"
         return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": how_much}
     std = float(draft.get("sigmoid_scale", 1.0))
-    found: dict[str, Any] = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
+    found: JsonObject = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
     if word == "sigmoid":
         return {**found, f"{DIFFUSION}.shift": 1.0}
     if word == "shift":
@@ -254,7 +255,7 @@ def ko_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def ai_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How noise levels are drawn by `timestep_type` of ai-toolkit (custom_flowmatch_sampler.py)."""
     word = str(value)
-    found: dict[str, dict[str, Any]] = {
+    found: dict[str, JsonObject] = {
         "sigmoid": {"timestep_density": "logit_normal", "shift": 1.0},
         "linear": {"timestep_density": "uniform", "shift": 1.0},
         "weighted": {"timestep_density": "uniform", "shift": 1.0, "loss_weighting": "bell"},

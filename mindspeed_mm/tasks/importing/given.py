@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError, count_problems
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import MOST_DEPTH, parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, plain
@@ -174,7 +175,7 @@ def _flatten_plain(tree: Mapping[str, object], prefix: str, place: Any) -> Itera
             yield Setting(key, value, place(key))
 
 
-def _read_toml(text: str, path: Path) -> dict[str, Any]:
+def _read_toml(text: str, path: Path) -> JsonObject:
     if _too_deep(text):
         what = f"nested deeper than {MOST_DEPTH} levels"
         raise ConfigError(what, where=str(path), way_out="Flatten it.")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import is_secret_name, remember_secrets
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -75,9 +76,9 @@ class Imported:
         kinds: tuple[Kind, ...] = ("translated", "idle", "unsupported")
         return {kind: sum(each.kind == kind for each in self.findings) for kind in kinds}
 
-    def sections(self) -> dict[str, Any]:
+    def sections(self) -> JsonObject:
         """The configuration as nested sections."""
-        root: dict[str, Any] = {}
+        root: JsonObject = {}
         for key, value in self.values.items():
             *names, last = key.split(".")
             section = root
@@ -395,7 +396,7 @@ _OF_CARDS = {f"data.dataset_param.{key}": value for key, value in dataset_cards(
 _SECTIONS = ("model", "data", "parallel", "features", "training", "posttrain")
 
 
-def _ordered(values: Mapping[str, object]) -> dict[str, Any]:
+def _ordered(values: Mapping[str, object]) -> JsonObject:
     """Keys in the order of the sections and of the schema, with what a card declares behind them."""
     order = {key: number for number, key in enumerate(_schema_keys())}
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of, targets, with_lora
@@ -29,7 +30,7 @@ _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BAS
 
 def method_keys(draft: PeerSetup) -> Outcome:
     """What a method is here: the stage of the rows, and `posttrain.method`."""
-    keys: dict[str, Any] = dict(_OUT_OF[draft.method])
+    keys: JsonObject = dict(_OUT_OF[draft.method])
     if draft.method in ("dpo", "grpo"):
         keys["posttrain.method"] = draft.method
     return keys
@@ -296,7 +297,7 @@ def default_rlhf_type(draft: PeerSetup) -> str | None:
 def sharding(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ZeRO and FSDP: FSDP2 shards by default; ZeRO-2 and offload to the host are read from names."""
     word = " ".join(texts(value) if isinstance(value, list) else [str(value)]).lower()
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if "offload" in word:
         found["parallel.fsdp_plan.cpu_offload"] = True
     if re.search(r"z(ero)?_?2|shard_grad_op", word):

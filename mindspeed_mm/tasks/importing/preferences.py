@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.posttrain_args import PAIR_LOSSES
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -61,9 +62,9 @@ def rewards(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     weights = draft.get(f"{prefix}reward_weights", [])
     weights = weights if isinstance(weights, list) else [weights]
-    made: list[dict[str, Any]] = []
+    made: list[JsonObject] = []
     for number, name in enumerate(texts(value)):
-        entry: dict[str, Any] = {"name": _REWARDS.get(name, name)}
+        entry: JsonObject = {"name": _REWARDS.get(name, name)}
         if number < len(weights):
             entry["weight"] = float(weights[number])
         made.append(entry)
@@ -78,7 +79,7 @@ def vllm(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     host = draft.get(f"{prefix}vllm_server_host")
     if not is_on(value) or (host is None and not draft.has("vllm_server_base_url")):
         return idle("the trained model draws its own samples; posttrain.rollout.base_url names a server")
-    found: dict[str, Any] = {"posttrain.rollout.backend": "vllm"}
+    found: JsonObject = {"posttrain.rollout.backend": "vllm"}
     if host is not None:
         found["posttrain.rollout.base_url"] = f"http://{host}:{draft.get(f'{prefix}vllm_server_port', 8000)}"
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
@@ -47,7 +47,7 @@ def lf_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
 
 
-def _dataset_info(draft: PeerSetup) -> dict[str, Any]:
+def _dataset_info(draft: PeerSetup) -> JsonObject:
     """The entries of LLaMA-Factory's dataset_info.json; none where it is not here."""
     folder = str(draft.get("dataset_dir", "data"))
     for path in (Path(folder), draft.given.folder / folder):
@@ -59,7 +59,7 @@ def _dataset_info(draft: PeerSetup) -> dict[str, Any]:
     return {}
 
 
-def _of_hub(draft: PeerSetup, entry: dict[str, Any]) -> Any:
+def _of_hub(draft: PeerSetup, entry: JsonObject) -> Any:
     """An entry of dataset_info.json whose rows are on a hub, as a folder that is downloaded first."""
     path = draft.folder_of(str(entry["hf_hub_url"]), "data", data_fetch)
     named = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {})}
@@ -78,7 +78,7 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
             raise ConfigError("a data set without a path", where=str(path), key=title, way_out="Write path: FILE.")
         source = str(entry["path"])
         is_local = entry.get("source", "hf_hub") != "hf_hub"
-        made: dict[str, Any] = {"path": source if is_local else draft.folder_of(source, "data", data_fetch)}
+        made: JsonObject = {"path": source if is_local else draft.folder_of(source, "data", data_fetch)}
         if entry.get("size"):
             made["max_samples"] = int(entry["size"])
         if (weight := float(entry.get("weight") or 1)) != 1:
@@ -374,11 +374,11 @@ def ax_pretraining(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {f"{BASIC}.dataset": entries[0] if len(entries) == 1 else entries, f"{BASIC}.stage": "pretrain"}
 
 
-def _entries(value: object) -> list[dict[str, Any]]:
+def _entries(value: object) -> list[JsonObject]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
+def _ax_entry(draft: PeerSetup, entry: JsonObject) -> Any:
     path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
     files = entry.get("data_files")
     if path in ("json", "parquet", "csv", "text") and files:
@@ -386,7 +386,7 @@ def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     elif isinstance(files, str):
         path = str(Path(path) / files)
     cut = re.fullmatch(r"(\w+)\[:(\d+)(%?)\]", str(entry.get("split", "")))
-    made: dict[str, Any] = {"path": path}
+    made: JsonObject = {"path": path}
     if cut and not cut[3]:
         made["max_samples"] = int(cut[2])
     elif cut and int(cut[2]):
@@ -398,7 +398,7 @@ def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     return path if len(made) == 1 else made
 
 
-def _columns(entry: dict[str, Any]) -> dict[str, str]:
+def _columns(entry: JsonObject) -> dict[str, str]:
     """Columns and tags of an entry whose names our reader would not find by itself."""
     mappings = entry.get("message_property_mappings") or {}
     named = {

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
@@ -74,7 +74,7 @@ def media_in(entry: object) -> int:
     return total
 
 
-def first_row(draft: PeerSetup) -> dict[str, Any]:
+def first_row(draft: PeerSetup) -> JsonObject:
     """The first row that the setup trains on; empty where its file is not here, or no JSON."""
     entries = draft.out.get(DATASET)
     first = entries[0] if isinstance(entries, list) and entries else entries
@@ -234,7 +234,7 @@ def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """AdamW in its kinds, and muon; others are named."""
     word = str(value).lower().replace("-", "_").removeprefix("optimizernames.")
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if "muon" in word:
         return {"training.optimizer": "muon"}
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:

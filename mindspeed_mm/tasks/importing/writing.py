@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
@@ -36,13 +36,13 @@ def counts(imported: Imported) -> str:
     return text + f"{numbers['unsupported']} not supported"
 
 
-def as_dict(imported: Imported) -> dict[str, Any]:
+def as_dict(imported: Imported) -> JsonObject:
     """For machines: the configuration, and what became of each setting."""
-    told: dict[str, Any] = redact(_told_as_data(imported))
+    told: JsonObject = redact(_told_as_data(imported))
     return told
 
 
-def _told_as_data(imported: Imported) -> dict[str, Any]:
+def _told_as_data(imported: Imported) -> JsonObject:
     return {
         "tool": imported.tool,
         "source": imported.source,

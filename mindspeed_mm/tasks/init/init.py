@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError, UsageError, count_problems
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import quoted, visible
 from mindspeed_mm.fsdp.params.cards import families
@@ -187,10 +187,10 @@ class _Setup:
             for recompute in (False, True):
                 yield Way(method, recompute, rows)
 
-    def sections(self, way: Way) -> dict[str, dict[str, Any]]:
+    def sections(self, way: Way) -> dict[str, JsonObject]:
         """The configuration as a mapping."""
         data = self.request.data
-        training: dict[str, Any] = {
+        training: JsonObject = {
             "lr": self.rates[way.method],
             "micro_batch_size": way.rows,
             "gradient_accumulation_steps": self.accumulation(way),
@@ -329,7 +329,7 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
     return devices, memory if is_here else memory // devices, is_here
 
 
-def _first_rows(data: Path) -> list[dict[str, Any]]:
+def _first_rows(data: Path) -> list[JsonObject]:
     """Some of the first rows; none where rows cannot be opened, which is the check's to say."""
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
@@ -415,7 +415,7 @@ _CHOSEN: dict[str, str] = {
 """Key, or section, that `mm init` sets → what to do instead of giving it."""
 
 
-def given_keys(overrides: Sequence[str]) -> dict[str, Any]:
+def given_keys(overrides: Sequence[str]) -> JsonObject:
     """Dotted key → value of each `section.key=value`; a section is taken apart.
 
     Raises:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -42,7 +43,7 @@ def sections_for(
         dtype: What devices compute in; None: what the folder is stored in.
     """
     basic = {"dataset": str(dataset), "dataset_dir": str(dataset_dir)}
-    training: dict[str, Any] = {"lr": RATES[method], "train_epochs": 1, "save": save}
+    training: JsonObject = {"lr": RATES[method], "train_epochs": 1, "save": save}
     if method != "full":
         training["lora"] = adapters(method)
     sections: Sections = {
@@ -55,9 +56,9 @@ def sections_for(
     return sections
 
 
-def adapters(method: Method) -> dict[str, Any]:
+def adapters(method: Method) -> JsonObject:
     """`training.lora` of a method that trains adapters."""
-    lora: dict[str, Any] = {"enable": True, "rank": 16, "alpha": 32}
+    lora: JsonObject = {"enable": True, "rank": 16, "alpha": 32}
     return lora | ({"quantize": "nf4"} if method == "qlora" else {})
 
 
@@ -81,7 +82,7 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
     return merged(sections, card.smallest) if card is not None else sections
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> JsonObject:
     """A mapping with another one's keys set in it, level by level; None takes a key out."""
     made = dict(base)
     for key, value in changes.items():

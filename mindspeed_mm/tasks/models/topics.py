@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.tasks.models.first_yaml import RATES_OF_PAIRS
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -80,12 +81,12 @@ _GENERATOR = {
 _BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
 
 _AS_USUAL = (YamlRecipe(),)
-_PAIRS: dict[str, Any] = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
-_REWARDED: dict[str, dict[str, Any]] = {
+_PAIRS: JsonObject = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
+_REWARDED: dict[str, JsonObject] = {
     "training": {"gradient_accumulation_steps": 8},
     "posttrain": {"method": "grpo", "grpo": {"num_generations": 8}},
 }
-_PROMPTS: dict[str, Any] = {
+_PROMPTS: JsonObject = {
     "dataset_type": "generation_prompts",
     "basic_parameters": {"dataset": "prompts.txt", "dataset_dir": None},
     "preprocess_parameters": {"max_pixels": None, "height": 512, "width": 512},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.argument import PosttrainArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.requests.train import ScoreRequest
@@ -102,7 +103,7 @@ def _output(path: Path, key: str, others: Sequence[Path], is_ours: IsOurs) -> Pa
     return check_output_file(path, is_ours, key)
 
 
-def _scored(posttrain: PosttrainArguments, path: Path) -> Iterator[dict[str, Any]]:
+def _scored(posttrain: PosttrainArguments, path: Path) -> Iterator[JsonObject]:
     """The rows with their scores."""
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
     from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
@@ -125,10 +126,10 @@ def _scored(posttrain: PosttrainArguments, path: Path) -> Iterator[dict[str, Any
 class _RowToScore:
     """A row whose samples are scored."""
 
-    row: dict[str, Any]
+    row: JsonObject
     place: str
     """Where it stands, for messages."""
-    scores: dict[str, Any] = field(default_factory=dict)
+    scores: JsonObject = field(default_factory=dict)
 
 
 def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str, media: MediaLoader) -> None:

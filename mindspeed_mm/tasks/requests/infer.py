@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.core.request import Request, argument, fields_of, option
 from mindspeed_mm.core.seeds import MOST_SEED
@@ -184,7 +185,7 @@ class InferRequest(Request):
         return self.max_new_tokens or MAX_NEW_TOKENS
 
     @property
-    def sampling_fields(self) -> dict[str, Any]:
+    def sampling_fields(self) -> JsonObject:
         """Given fields of a `sampling` section, by their names there.
 
         Raises:

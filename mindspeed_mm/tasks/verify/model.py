@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
@@ -132,7 +133,7 @@ def _kind(model: ModelArguments) -> ModelKind:
     return kind_of_folder(model.model_name_or_path)
 
 
-def _config_of(model: ModelArguments) -> dict[str, Any] | None:
+def _config_of(model: ModelArguments) -> JsonObject | None:
     """`config.json` of the model, or of a generator's transformer with the changes of the YAML."""
     named = model.model_name_or_path
     path = Path(named or "") / _kind(model).trained_part / "config.json"
@@ -155,7 +156,7 @@ def _with_config(
     """
     if _kind(arguments.model).trained_part:
         own = {key: config[key] for key in changes}
-        update: dict[str, Any] = {"transformer": (arguments.model.transformer or {}) | own}
+        update: JsonObject = {"transformer": (arguments.model.transformer or {}) | own}
         return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
     folder.mkdir(parents=True)
     source = Path(str(arguments.model.model_name_or_path))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
@@ -127,7 +127,7 @@ _OF_REJECTED = ("images", "videos", "audios", "tools", "objects")
 def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
     """The row as its worse answer has it: with media and tools of its own, where there are any (ms-swift)."""
     own, columns = dict(row), vars(row_format)
-    named: dict[str, Any] = {}
+    named: JsonObject = {}
     for key in _OF_REJECTED:
         if row.get(f"rejected_{key}"):
             column = columns.get(key) or key

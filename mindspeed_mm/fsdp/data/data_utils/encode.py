@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
@@ -421,7 +422,7 @@ class SampleEncoder:
             return bool(weight)
         return weight is not None and (message["role"] == "assistant" or bool(message["content"]))
 
-    def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
+    def _messages(self, sample: Sample, end: int) -> list[JsonObject]:
         return self._tokens.protect_messages(sample.messages[:end], sample.box_marks)
 
     def _taken(self, sample: Sample, *, asks: bool = False) -> Sample:

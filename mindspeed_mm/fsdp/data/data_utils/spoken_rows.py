@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, RowLocation, TooLongError
@@ -71,12 +72,12 @@ class SpokenRows(MMDataset):
     def place(self, index: int) -> RowLocation:
         return self._rows.place(index)  # type: ignore[no-any-return]
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(index)
+        found: JsonObject = self._rows.row(index)
         return found
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes samples."""
         files = self._rows.facts()
         settings = {**self.settings(), "cutoff_len": self.basic_parameters.cutoff_len}

@@ -13,11 +13,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.byte_pixels import bytes_of
 from mindspeed_mm.fsdp.utils.device import copied_to, current_device
 
@@ -34,7 +35,7 @@ class PackedBatch:
     size_bytes: int
     tensors: tuple[tuple[str, int, int, torch.dtype, tuple[int, ...]], ...]
     """Name, first byte, bytes, type and shape."""
-    others: dict[str, Any]
+    others: JsonObject
 
 
 class SharedSlots:

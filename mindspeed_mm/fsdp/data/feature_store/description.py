@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, Problem
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.kept_hashes import kept_sha256
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import absent_encoders, encoder_files
@@ -66,7 +66,7 @@ class Description:
     rows_fingerprint: str
     """Fingerprint of media, captions, further columns and sizes, in their order."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    component_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    component_configs: Mapping[str, JsonObject] = field(default_factory=dict)
     """What sizes follow from, for folders that lack the component: `vae` → its config.json."""
     contents: FeatureSetContents | None = None
     """None while it is not finished."""
@@ -162,7 +162,7 @@ def _plain(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, Any]:
+def _numbers(values: Mapping[str, object]) -> JsonObject:
     """As JSON gives them back: it has lists, no tuples."""
     plain = dict(values)
     for name, value in values.items():

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from mindspeed_mm.checkpoint.safetensors_file import read_header, write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaSize
 
 TensorFacts = tuple[str, tuple[int, ...]]
@@ -87,7 +87,7 @@ class FeatureRecord:
         """How many views of the medium were encoded."""
         return 1 + sum(name.startswith("latents@") for name in self.tensors)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """A line of the index."""
         size = [self.size.frames, self.size.height, self.size.width]
         beside = [self.size.sound, self.size.pictures, self.size.lacks_video]
@@ -286,6 +286,6 @@ def _from_text(text: str) -> FileFacts:
     told, _, body = text.partition(" ")
     if hashlib.sha256(body.encode()).hexdigest()[:32] != told:
         raise ValueError("its list of rows has changed")
-    content: dict[str, Any] = parse_json(body)
+    content: JsonObject = parse_json(body)
     records = [FeatureRecord.from_json(line) for line in content.pop("records")]
     return FileFacts(**content | {"records": records, "skipped": [SkippedRow(**row) for row in content["skipped"]]})

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_kinds import is_feature_set
 from mindspeed_mm.core.folder_writing import resolve_output
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.kept_hashes import Mark, mark_of
 from mindspeed_mm.fsdp.data.feature_store.description import Description, FeatureSetContents
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
@@ -289,7 +288,7 @@ def write_index(
     work = work or FinishedWork.read(folder, description.first_batch)
     records, skipped = [*kept, *work.records], [*unreadable, *work.skipped]
     records.sort(key=lambda record: record.row)
-    lines: list[dict[str, Any]] = []
+    lines: list[JsonObject] = []
     cut = empty = 0
     for record in records:
         lines.append(_placed_record(record, work.homes, folder.path).to_json())

@@ -26,7 +26,7 @@ import torch
 
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import CheckpointError, DataError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -89,7 +89,7 @@ class LegacyFeatureStore(UnmarkedFeatures):
         size = _pixel_size(latents, self._geometry, self.folder / name)
         return FeatureRecord(number, key, f"{LIST_FILE}:{number + 1}", name, captions, size)
 
-    def _load(self, index: int) -> dict[str, Any]:
+    def _load(self, index: int) -> JsonObject:
         path = self.folder / self._files[index][0]
         content = load_table(path)
         for name in ("video", "prompt_ids"):
@@ -104,7 +104,7 @@ def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def load_table(path: Path) -> dict[str, Any]:
+def load_table(path: Path) -> JsonObject:
     """The table of tensors and numbers in a `.pt` file. Raises `DataError` when it holds none."""
     try:
         content = load_weights(path)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.feature_store.description import Components, Description, check_fits, read_description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
@@ -117,7 +118,7 @@ class ShardedFeatureStore:
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         return self.__dict__ | {"_open": {}}
 
     @property

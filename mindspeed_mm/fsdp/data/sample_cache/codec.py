@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 
 _HEAD = struct.Struct("<I")
@@ -142,7 +143,7 @@ class _Reader:
         """The value of a plan."""
         return _READ[plan[0]](self, *plan[1:]) if type(plan) is list else plan
 
-    def dict_(self, entries: dict[str, Plan]) -> dict[str, Any]:
+    def dict_(self, entries: dict[str, Plan]) -> JsonObject:
         """Labels come after the token ids that they repeat, whichever stands first."""
         built: dict[str, Any] = dict.fromkeys(entries)  # keeps the order of the keys
         spans = {}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import sha256_file
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import data_utils
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
@@ -57,7 +58,7 @@ _WEIGHTS = frozenset(
 )
 
 
-def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str, Any]:
+def settings_of(dataset_param: DatasetParam, plugin: object = None) -> JsonObject:
     """Everything but the row that shapes a sample, as a person can read it.
 
     Args:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
@@ -294,7 +295,7 @@ def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Stream
     """
     processor = copy.copy(module.processor)
     call = _call_of(processor)
-    others: dict[str, Any] = {}
+    others: JsonObject = {}
     if _attends_by(processor, _DISPATCH):
         others[_DISPATCH] = _dispatching(sample, streams, call.__globals__[_DISPATCH])
     if _attends_by(processor, _SDPA):

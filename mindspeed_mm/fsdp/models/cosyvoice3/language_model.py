@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mindspeed_mm.core.json_file import JsonObject
+
 
 class Mark(IntEnum):
     """Speech rows behind those of the codec."""
@@ -40,7 +42,7 @@ class CosyVoice3Config(PretrainedConfig):
     """
 
     model_type = "cosyvoice3"
-    sub_configs: ClassVar[dict[str, Any]] = {"llm_config": Qwen2Config}
+    sub_configs: ClassVar[JsonObject] = {"llm_config": Qwen2Config}
 
     def __init__(
         self,

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-_TEXT_DEFAULTS: dict[str, Any] = {
+from mindspeed_mm.core.json_file import JsonObject
+
+_TEXT_DEFAULTS: JsonObject = {
     "use_mla": True,
     "topk_method": "greedy",
     "norm_topk_prob": False,
@@ -94,7 +96,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
 
     model_type = "deepseek_vl_v2"
     attribute_map: ClassVar[dict[str, str]] = {"text_config": "language_config"}
-    sub_configs: ClassVar[dict[str, Any]] = {"language_config": AutoConfig, "vision_config": DeepseekVLV2VisionConfig}
+    sub_configs: ClassVar[JsonObject] = {"language_config": AutoConfig, "vision_config": DeepseekVLV2VisionConfig}
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         self.vision_config, self.language_config = vision, language
         own = {"projector_type": "downsample_mlp_gelu", "depth": 2, "mlp_ratio": 1, "downsample_ratio": 2}
         own |= {"input_dim": vision.width, "n_embed": language.hidden_size}
-        self.projector_config: dict[str, Any] = own | dict(projector_config or {})
+        self.projector_config: JsonObject = own | dict(projector_config or {})
         self.candidate_resolutions = candidate_resolutions or [[384, 384]]
         self.tile_tag, self.global_view_pos = tile_tag, global_view_pos
         projector_type = self.projector_config["projector_type"]
@@ -127,7 +129,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         super().__init__(**kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: object) -> Any:
+    def from_dict(cls, config_dict: JsonObject, **kwargs: object) -> Any:
         """As every configuration; that of the family which `architectures` names.
 
         Raises:
@@ -162,5 +164,5 @@ def build_language_config(given: Mapping[str, object]) -> PreTrainedConfig:
     return CONFIG_MAPPING["deepseek_ocr2_text"](**values | {"mlp_layer_types": layers})
 
 
-def _without_type(given: Mapping[str, object] | None) -> dict[str, Any]:
+def _without_type(given: Mapping[str, object] | None) -> JsonObject:
     return {key: value for key, value in (given or {}).items() if key != "model_type"}

@@ -18,6 +18,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.family_facts import FamilyFolder
 from mindspeed_mm.fsdp.models.diffusion.family_facts import Requirement as Requirement  # plugins take it from here
 from mindspeed_mm.fsdp.models.diffusion.few_steps import CausalModel
@@ -284,7 +285,8 @@ class DiffusionAdapter(FamilyFolder):
         scheduler = self.component_config("scheduler")
         if scheduler.get("use_dynamic_shifting"):
             return self.resolution_shift(tokens)
-        return float(scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
+        shift = next((scheduler[key] for key in ("flow_shift", "shift") if key in scheduler), 1.0)
+        return float(shift)
 
     def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Tokens that the shift by resolution goes by, of latents (C, H, W) or (C, T, H, W). Here: all of them."""
@@ -312,7 +314,7 @@ class DiffusionAdapter(FamilyFolder):
             ConfigError: There is a negative prompt, which would have no effect.
         """
         geometry = self.geometry
-        size: dict[str, Any] = {
+        size: JsonObject = {
             "height": latents.shape[-2] * geometry.spatial_ratio,
             "width": latents.shape[-1] * geometry.spatial_ratio,
         }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 
 class GeneratorFolder:
@@ -31,11 +31,11 @@ class GeneratorFolder:
     def __init__(self, folder: Path, transformer: Mapping[str, object] | None = None) -> None:
         self.folder = folder
         self._changes = dict(transformer or {})
-        self._configs: dict[str, dict[str, Any]] = {}
-        self.noted: Mapping[str, dict[str, Any]] = {}
+        self._configs: dict[str, JsonObject] = {}
+        self.noted: Mapping[str, JsonObject] = {}
         """Configurations of components that the folder lacks, see `note_components`."""
 
-    def component_config(self, name: str) -> dict[str, Any]:
+    def component_config(self, name: str) -> JsonObject:
         """The JSON configuration of a component (`vae`, `scheduler` …), read once; when the folder lacks it, what was
         noted of it, else empty.
 
@@ -46,14 +46,14 @@ class GeneratorFolder:
             self._configs[name] = self._read_config(name)
         return self._configs[name]
 
-    def _read_config(self, name: str) -> dict[str, Any]:
+    def _read_config(self, name: str) -> JsonObject:
         for file in ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json"):
             path = self.folder / name / file
             if path.is_file():
                 return read_json(path)
         return self.noted.get(name, {})
 
-    def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
+    def note_components(self, configs: Mapping[str, JsonObject]) -> None:
         """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
         for what sizes follow from."""
         self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
@@ -71,16 +71,16 @@ class GeneratorFolder:
             raise absent_component(self.folder / name)
 
     @cached_property
-    def index(self) -> dict[str, Any]:
+    def index(self) -> JsonObject:
         """`model_index.json`: component → [library, class]."""
         return read_json(self.folder / "model_index.json")
 
     @cached_property
-    def transformer_config(self) -> dict[str, Any]:
+    def transformer_config(self) -> JsonObject:
         """The transformer's configuration with the YAML's changes."""
         return self.config_of("transformer")
 
-    def config_of(self, name: str) -> dict[str, Any]:
+    def config_of(self, name: str) -> JsonObject:
         """The configuration of one of `transformers`, with the YAML's changes."""
         return {**self.component_config(name), **self._changes}
 
@@ -106,7 +106,7 @@ def absent_component(folder: Path) -> ModelFolderError:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
     if not path.exists():
         raise ModelFolderError("does not exist", where=str(path), way_out="Copy the model folder again.")

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mindspeed_mm.core.json_file import JsonObject
+
 TARGET = "target"
 """The medium that is learned."""
 
@@ -75,7 +77,7 @@ def unfit(roles: Sequence[MediaRole], given: Collection[str]) -> tuple[MediaRole
     return None
 
 
-def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> JsonObject:
     """A row or prompt whose lists of several pictures stand in numbered fields.
 
     Args:

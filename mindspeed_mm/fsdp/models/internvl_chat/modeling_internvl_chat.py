@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, InternVLConfig, InternVLForConditionalGeneration
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.internvl_chat.processing_internvl_chat import (
     InternVLChatProcessor,
     tokens_of_a_tile,
@@ -76,7 +77,7 @@ class InternVLChatConfig(InternVLConfig):
         return _with_token(config_dict, pretrained_model_name_or_path), unused
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: object) -> Any:
+    def from_dict(cls, config_dict: JsonObject, **kwargs: object) -> Any:
         """As every configuration; transformers' AutoConfig says where the file lay, and asks nothing else of a class.
 
         Raises:
@@ -85,7 +86,7 @@ class InternVLChatConfig(InternVLConfig):
         return super().from_dict(_with_token(config_dict, kwargs.get("name_or_path")), **kwargs)
 
 
-def _with_token(config_dict: dict[str, Any], folder: Any) -> dict[str, Any]:
+def _with_token(config_dict: JsonObject, folder: Any) -> JsonObject:
     if not folder or "image_token_id" in config_dict:
         return config_dict
     return config_dict | {"image_token_id": added_token_id(Path(folder), PICTURE)}

@@ -19,7 +19,7 @@ from transformers import BatchFeature, SequenceFeatureExtractor
 
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.ops.windowed_attention import window_mask
 
@@ -196,7 +196,7 @@ class MiMoV2FeatureExtractor(SequenceFeatureExtractor):
         super().__init__(feature_size=1, sampling_rate=sampling_rate, padding_value=0.0, **kwargs)
         self.folder, self.group_size, self.segment_size = str(folder), group_size, segment_size
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         """Without the encoder: each process reads its own."""
         return {name: value for name, value in vars(self).items() if name != "_encoder"}
 

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen3Config
 
+from mindspeed_mm.core.json_file import JsonObject
+
 
 class MossTTSDelayConfig(PreTrainedConfig):
     """A Qwen3 with tables and heads for the codebooks of a codec.
@@ -32,7 +34,7 @@ class MossTTSDelayConfig(PreTrainedConfig):
     """
 
     model_type = "moss_tts_delay"
-    sub_configs: ClassVar[dict[str, Any]] = {"language_config": Qwen3Config}
+    sub_configs: ClassVar[JsonObject] = {"language_config": Qwen3Config}
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from transformers.models.step3p7.modeling_step3p7 import (
     Step3p7VisionModel,
 )
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.step3_vl_10b.processing_step3_vl_10b import Step3VLProcessor, StepVLImageProcessor
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -43,7 +44,7 @@ class StepVLConfig(Step3p7Config):
     """
 
     model_type = "step_robotics"
-    sub_configs_defaults: ClassVar[dict[str, Any]] = {
+    sub_configs_defaults: ClassVar[JsonObject] = {
         "vision_config": Step3p7VisionConfig,
         "text_config": Qwen3Config,
     }

@@ -19,8 +19,9 @@ from transformers import BatchEncoding, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import JsonObject
 
-_RELEASED: dict[str, Any] = {
+_RELEASED: JsonObject = {
     "hidden_size": 6144, "ffn_hidden_size": 16896, "num_layers": 48, "num_attention_heads": 48,
     "num_attention_groups": 8, "padded_vocab_size": 65536, "layernorm_epsilon": 1e-5,
 }  # fmt: skip

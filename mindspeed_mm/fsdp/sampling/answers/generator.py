@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
@@ -440,7 +441,7 @@ def _alike_batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[A
             yield group[first : first + batch_size]
 
 
-def move_to(inputs: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+def move_to(inputs: Mapping[str, object], device: torch.device) -> JsonObject:
     """What a model takes, on its device."""
     moved = dict(inputs)
     for name, value in inputs.items():
@@ -449,7 +450,7 @@ def move_to(inputs: Mapping[str, object], device: torch.device) -> dict[str, Any
     return moved
 
 
-def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> JsonObject:
     """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
     sounds = inputs.get(SOUNDS)
     return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}

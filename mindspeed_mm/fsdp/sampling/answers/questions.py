@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
@@ -46,7 +47,7 @@ class Question:
     """Name of the adapters that it is answered with."""
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[JsonObject]:
         """As chat templates take them; a turn with media is a list of typed parts."""
         return self.sample.messages
 
@@ -77,7 +78,7 @@ def ask(prompt: str, media: Sequence[MediaItem] = ()) -> Question:
     return Question(0, "prompt", DEFAULT_TASK, Sample(place, [message], [0.0], in_order), None)
 
 
-def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[str, Any], list[MediaItem]]:
+def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[JsonObject, list[MediaItem]]:
     """A user's message and its media in their order: where the text marks them (`<image>`, as rows do), else before it.
     Marks of a kind that is not given are text.
 
@@ -204,8 +205,8 @@ def text_field(row: Mapping[str, object], name: str, default: str) -> str:
 
 
 def question_of(
-    row: dict[str, Any], row_format: RowFormat, place: RowLocation, *, needs_answer: bool, draws: bool = False
-) -> tuple[Sample, dict[str, Any]]:
+    row: JsonObject, row_format: RowFormat, place: RowLocation, *, needs_answer: bool, draws: bool = False
+) -> tuple[Sample, JsonObject]:
     """A row as the conversation up to the model's last turn, and that turn's message; `draws` as of `read_questions`.
 
     Raises:

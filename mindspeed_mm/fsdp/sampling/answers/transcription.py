@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.sampling.answers.live import Ending, Speech
 from mindspeed_mm.fsdp.sampling.finite import FiniteScores
 
@@ -77,7 +78,7 @@ def transcripts(
     inputs, start_tokens = _as_heard(dict(inputs), processor, speech)
     most = min(max_new_tokens, model.config.max_target_positions - start_tokens)
     finite = FiniteScores(len(inputs["input_features"]))
-    chosen: dict[str, Any] = {"do_sample": False}
+    chosen: JsonObject = {"do_sample": False}
     if speech is not None and speech.temperature:
         chosen = {"do_sample": True, "temperature": speech.temperature}
     with torch.inference_mode():
@@ -95,7 +96,7 @@ def transcripts(
     return found
 
 
-def _as_heard(inputs: dict[str, Any], processor: Any, speech: Speech | None) -> tuple[dict[str, Any], int]:
+def _as_heard(inputs: dict[str, Any], processor: Any, speech: Speech | None) -> tuple[JsonObject, int]:
     """What `generate` takes, and with how many tokens a transcript begins."""
     starts = inputs.get("decoder_input_ids")
     start_tokens = _LONGEST_START if starts is None else starts.shape[1]

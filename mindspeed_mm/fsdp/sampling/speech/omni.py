@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -139,7 +140,7 @@ def _ended_by(is_given_up: Callable[[], bool], least: int) -> Callable[..., torc
     return ends
 
 
-def _of_talker(sampling: Sampling) -> dict[str, Any]:
+def _of_talker(sampling: Sampling) -> JsonObject:
     """What is set of a sampling, as transformers' `generate` takes it for the talker."""
     if sampling.temperature == 0:
         return {"talker_do_sample": False}

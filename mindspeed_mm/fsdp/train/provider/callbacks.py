@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 Function = Callable[..., Any]
@@ -137,7 +138,7 @@ class LossValue:
     """0-d, differentiable; fp32 at least."""
     tokens: torch.Tensor | None
     """How many tokens the loss is summed over, 0-d; None where the function does not say."""
-    report: dict[str, Any]
+    report: JsonObject
     """Numbers to show: name → tensor or number, or a pair of a sum and what it is divided by."""
 
 

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
+
 
 class JsonSection(Namespace):
     """`section.text_decoder.num_layers`, `section["text_decoder"]`, `section.get("num_layers", 1)`, `to_dict()`.
@@ -35,7 +37,7 @@ class JsonSection(Namespace):
         """Pairs of keys and values."""
         return vars(self).items()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As plain dicts and lists."""
         return {key: _as_plain(value) for key, value in vars(self).items()}
 

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint.resume import PROVIDED
 from mindspeed_mm.fsdp.data import DataPosition, MMDataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
@@ -49,7 +50,7 @@ class ProvidedDataset(MMDataset):
         return 0
 
     @override
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return {"class": self._name}
 
 

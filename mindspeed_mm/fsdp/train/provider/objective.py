@@ -14,6 +14,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.optimizer.clip_grad import unscale_grads_
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue, name_of
@@ -55,7 +56,7 @@ class ProviderObjective:
         self._present = present or (lambda model: model)
         self.tokens_of_losses: list[torch.Tensor] = []
         """Tokens of the micro-batches since somebody last took them; filled with `per_token` alone."""
-        self.reports: list[dict[str, Any]] = []
+        self.reports: list[JsonObject] = []
         """What loss functions reported since somebody last took it, one entry a micro-batch."""
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
@@ -102,7 +103,7 @@ class ProviderObjective:
         """Call another forward step from now on."""
         self._callbacks = replace(self._callbacks, forward_step=forward_step)
 
-    def take_reports(self) -> list[dict[str, Any]]:
+    def take_reports(self) -> list[JsonObject]:
         """`reports`, which are empty afterwards."""
         taken, self.reports = self.reports, []
         return taken

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.checkpoint.adapters import save_merged_hf
@@ -160,7 +161,7 @@ def _marks_of_settings(arguments: Arguments, prompts: MMDataset) -> tuple[str, s
     again before its first checkpoint may have others. The second one is of what is drawn alone: rewards may be
     mended."""
     of_training = {"seed", "lora", "diffusion"}
-    sections: dict[str, Any] = {"model": True, "data": True, "posttrain": True, "training": of_training}
+    sections: JsonObject = {"model": True, "data": True, "posttrain": True, "training": of_training}
     given = arguments.model_dump(mode="json", include=sections)
     fingerprint = prompts.fingerprint()
     drawing = {**given, "posttrain": {**given["posttrain"], "rewards": None}}

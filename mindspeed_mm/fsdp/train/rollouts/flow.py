@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.seeds import derive_seed
@@ -72,9 +73,9 @@ class FlowSample:
 # --- in a file --------------------------------------------------------------------------------------------------------
 
 
-def packed_path(path: Trajectories) -> dict[str, Any]:
+def packed_path(path: Trajectories) -> JsonObject:
     """A trajectory as JSON takes it, to the bit."""
-    record: dict[str, Any] = {"latents": _packed(path.latents)}
+    record: JsonObject = {"latents": _packed(path.latents)}
     for name, steps in path.by_step.items():
         record[name] = {}
         for index, tensor in steps.items():
@@ -255,7 +256,7 @@ class FlowRollouts:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def record(self, prompt: DrawnPrompt, sample: FlowSample) -> dict[str, Any]:
+    def record(self, prompt: DrawnPrompt, sample: FlowSample) -> JsonObject:
         """See `RolloutSource`. States are kept where a rollout serves several steps: the weights of the later ones
         would not draw it again."""
         record = {

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.loss.policy_gradient import Advantages, group_advantages
@@ -58,7 +59,7 @@ class Rollout:
 class _Begun:
     """A rollout whose samples are drawn, or are being drawn."""
 
-    header: dict[str, Any]
+    header: JsonObject
     prompts: list[list[Prompt]]
     """Of each step, each prompt as often as it has samples."""
     keys: list[list[str]]
@@ -223,7 +224,7 @@ class RolloutLoader:
             steps_behind,
         )
 
-    def _header(self, number: int, samples: int) -> dict[str, Any]:
+    def _header(self, number: int, samples: int) -> JsonObject:
         """What tells a rollout from others; `samples` of this rank."""
         assert self._model is not None
         return {
@@ -306,10 +307,10 @@ class RolloutLoader:
         assert self._folder is not None
         return files.drawn_file(self._folder, header["rollout"], self._job.state.data_rank)
 
-    def _drawn_header(self, header: Mapping[str, object]) -> dict[str, Any]:
+    def _drawn_header(self, header: Mapping[str, object]) -> JsonObject:
         return {**header, "settings": self._settings[1], "data_ranks": self._job.state.data_size}
 
-    def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
+    def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[JsonObject]]:
         """What is kept of this rank's samples, step by step, with their scores."""
         assert self.source is not None
         kept = []
@@ -332,7 +333,7 @@ class RolloutLoader:
         if not self._keeps_all:
             files.remove_rollouts_before(self._folder, number - 1)
 
-    def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
+    def _with_advantages(self, lines: list[JsonObject], ranks: int) -> list[torch.Tensor]:
         """Those of this rank, step by step; every line gets its own."""
         plan, found = self._plan, self._worth(lines)
         for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
@@ -426,17 +427,17 @@ class RolloutLoader:
         dist.all_gather_object(found, value)
         return found
 
-    def _of_all_ranks(self, own: list[list[dict[str, Any]]] | None) -> tuple[list[dict[str, Any]], int]:
+    def _of_all_ranks(self, own: list[list[dict[str, Any]]] | None) -> tuple[list[JsonObject], int]:
         """All ranks' records: step by step, within a step rank by rank; and the number of these ranks.
 
         Args:
             own: Of each step; None on ranks that others speak for.
         """
-        by_rank: dict[int, list[list[dict[str, Any]]]] = {}
+        by_rank: dict[int, list[list[JsonObject]]] = {}
         for rank, records in self._of_all((self._job.state.data_rank, own)):
             if records is not None:
                 by_rank[rank] = records
-        lines: list[dict[str, Any]] = []
+        lines: list[JsonObject] = []
         for step in range(self._plan.steps):
             for rank in sorted(by_rank):
                 lines += by_rank[rank][step]

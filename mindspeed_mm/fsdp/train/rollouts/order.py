@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
@@ -67,7 +68,7 @@ class RolloutSource(Protocol):
         """(samples, rewards) fp64 scores; not a number where a reward does not judge a sample."""
         ...
 
-    def record(self, prompt: Any, sample: Any) -> dict[str, Any]:
+    def record(self, prompt: Any, sample: Any) -> JsonObject:
         """A sample as JSON takes it, exactly."""
         ...
 

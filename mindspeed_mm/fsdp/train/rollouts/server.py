@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError, MachineError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.outbound import RequestLimits, Server, key_header, one_line
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -45,9 +46,9 @@ class ServedPrompt(NamedTuple):
     """As the model is trained on it: each picture is as many tokens as it has."""
     pictures: list[str]
     """Data URIs, in order of place."""
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     """The same conversation as the interface of OpenAI takes it; empty where there are no pictures."""
-    tools: list[dict[str, Any]] | None
+    tools: list[JsonObject] | None
 
 
 class RolloutServer(ABC):
@@ -236,8 +237,8 @@ class VllmServer(RolloutServer):
         return self.post("/v1/chat/completions", asked, read)
 
 
-def _first_choice(told: Any) -> dict[str, Any]:
-    choice: dict[str, Any] = ((told or {}).get("choices") or [{}])[0]
+def _first_choice(told: Any) -> JsonObject:
+    choice: JsonObject = ((told or {}).get("choices") or [{}])[0]
     return choice
 
 
@@ -341,7 +342,7 @@ def served_prompt(prompt: EncodedPrompt, loader: MediaLoader | None) -> ServedPr
     return ServedPrompt(prompt["input_ids"].tolist(), pictures, messages, question.tools)
 
 
-def _chat_of(question: Sample, pictures: Sequence[str]) -> list[dict[str, Any]]:
+def _chat_of(question: Sample, pictures: Sequence[str]) -> list[JsonObject]:
     """The messages of a conversation with its pictures in their places."""
     coming = iter(pictures)
     messages = []

@@ -13,6 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import (
     Collator,
     left_padded_questions,
@@ -148,7 +149,7 @@ class TextRollouts:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> dict[str, Any]:
+    def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> JsonObject:
         """Return the answer as a JSON record with its prompt, token ids, log-probabilities and entropy."""
         return {
             "row": prompt["row"],

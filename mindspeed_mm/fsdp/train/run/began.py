@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,6 +12,7 @@ from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.argument import Arguments, TrainingArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
@@ -96,7 +96,7 @@ def _has_key(tree: Mapping[str, object], key: str) -> bool:
     return True
 
 
-def _set(tree: dict[str, Any], key: str, value: object) -> None:
+def _set(tree: JsonObject, key: str, value: object) -> None:
     *sections, name = key.split(".")
     for section in sections:
         tree = tree[section]

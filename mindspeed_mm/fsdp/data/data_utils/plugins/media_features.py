@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
@@ -182,7 +183,7 @@ def tells_replacements(processor: object) -> bool:
     return _owner_of(processor, "replace_video_token") != "ProcessorMixin"
 
 
-def defaults_of(processor: object, part: str) -> dict[str, Any]:
+def defaults_of(processor: object, part: str) -> JsonObject:
     """What a processor tells its tokenizer or the processor of a kind of media, unless a call says otherwise.
 
     Args:

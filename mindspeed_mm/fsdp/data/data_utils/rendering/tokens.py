@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import THOUGHT_MARKS, Span
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
@@ -99,7 +100,7 @@ class Tokens:
         self._reserved_ids = ids - {None, tokenizer.unk_token_id}
         self._spelled = lru_cache(_SPELLINGS)(self._spell)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         """Without the cache, which is not pickled."""
         return {key: value for key, value in vars(self).items() if key != "_spelled"}
 
@@ -123,9 +124,7 @@ class Tokens:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
         return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
 
-    def protect_messages(
-        self, messages: Sequence[dict[str, Any]], kept: frozenset[str] = frozenset()
-    ) -> list[dict[str, Any]]:
+    def protect_messages(self, messages: Sequence[JsonObject], kept: frozenset[str] = frozenset()) -> list[JsonObject]:
         """Messages as chat templates take them, with the special tokens in their texts marked as text, but for those of
         `kept`."""
         found = []

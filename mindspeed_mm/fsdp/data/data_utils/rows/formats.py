@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
@@ -142,7 +143,7 @@ class RowFormat:
         formatting = entry.get("formatting", None if columns is None else "alpaca")
         if formatting is not None:
             _check_names([formatting], FORMAT_WORDS, where, "formatting")
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         if columns is not None:
             _check_names(columns, _COLUMNS, where, "columns")
             found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
@@ -287,7 +288,7 @@ def _recognise(columns: tuple[tuple[str, str], ...], row_format: RowFormat, need
     kinds = dict(columns)
     pair = _pair(kinds, row_format)
     extras = {key: _only(kinds, vars(row_format)[key], usual) for key, usual in EXTRAS.items()}
-    others: dict[str, Any] = {**_NONE, **extras, **pair, "is_recognised": True}
+    others: JsonObject = {**_NONE, **extras, **pair, "is_recognised": True}
     for shape in SHAPES.values():
         if not _may_be(row_format, shape, needs_answer):
             continue

@@ -353,7 +353,7 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: C
     return sample
 
 
-def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
+def _as_message(answer: str | JsonObject) -> JsonObject:
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 

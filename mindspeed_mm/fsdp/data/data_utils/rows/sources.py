@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.folder_kinds import is_output
-from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.core.json_file import JsonObject, parse_json, read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
@@ -290,7 +290,7 @@ def _holds_rows(path: Path) -> bool:
     return path.suffix in SUFFIXES and path.name != INFO_FILE and path.is_file()
 
 
-def _read_info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     return read_json_object(path, DataError, way_out="It lists data sets by name.")

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, Problem, told_as
-from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.core.json_file import JsonObject, parse_json, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator
@@ -158,9 +158,9 @@ class BagelDataset(MMDataset):
     def place(self, index: int) -> RowLocation:
         return self._rows.place(index)
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(index)
+        found: JsonObject = self._rows.row(index)
         return found
 
     def draw_captions(self, seed: int) -> None:
@@ -172,7 +172,7 @@ class BagelDataset(MMDataset):
         does_pack = self.basic_parameters.packs if packs is None else packs
         return GenericCollator(self.processor, TextOnlyPlugin(), collate_param, _Positions() if does_pack else None)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes samples."""
         files = self._rows.facts()
         settings = {

@@ -11,14 +11,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
@@ -93,7 +92,7 @@ class CosyVoiceDataset(SpokenRows):
     def padding_collator(self, collate_param: CollateParam) -> Collator:
         return build_collator(self.processor, TextOnlyPlugin(), collate_param)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """The share of samples in which text and speech take turns, and where rows of speech begin."""
         return {"mixed_share": self._share, "speech": repr(self._speech)}
 

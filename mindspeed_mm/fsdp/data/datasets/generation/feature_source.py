@@ -8,12 +8,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
@@ -115,7 +115,7 @@ class FeatureSource:
             )
         return found
 
-    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
+    def item(self, index: int, epoch: int, repeat: int = 0) -> JsonObject:
         """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions; arguments as
         of `RawSource.item`."""
         record = self._records[index]
@@ -146,7 +146,7 @@ class FeatureSource:
             return None
         return {name: value[0] for name, value in self._adapter.pad_text([self._store.null_text]).items()}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: which samples, in which order, made by what."""
         keys = []
         for record in self._records:

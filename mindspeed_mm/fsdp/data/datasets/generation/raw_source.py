@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
@@ -150,7 +151,7 @@ class RawSource:
         """How often an epoch reads row `index`."""
         return self.rows.files[self.rows.file_number(index)].repeats
 
-    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
+    def item(self, index: int, epoch: int, repeat: int = 0) -> JsonObject:
         """`sample_id`, `epoch`, `fps`, `caption`, `pixels`, (3, T, H, W) uint8, and the media of the roles.
 
         Args:
@@ -308,7 +309,7 @@ class RawSource:
         said = (self.digest(index).hex(), str(self.sizes[index]), self.views, sorted(taken.items()))
         return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
         order: which rows could not be used at the start, and the sizes of the others."""
         basic = {name: self._basic.get(name) for name in sorted(_SHAPING_BASIC)}
@@ -520,7 +521,7 @@ def _error_at_row(row: GenerationRow, error: DataError) -> DataError:
     return DataError(problem.what, where=where, key=problem.key, way_out=problem.way_out)
 
 
-def _plain(settings: Mapping[str, object]) -> dict[str, Any]:
+def _plain(settings: Mapping[str, object]) -> JsonObject:
     """With lists in place of tuples, as JSON gives them back."""
     plain = dict(settings)
     for name, value in settings.items():

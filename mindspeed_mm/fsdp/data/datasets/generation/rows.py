@@ -22,6 +22,7 @@ import numpy as np
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import (
     MediaLoader,
     check_remote_media_off,
@@ -446,7 +447,7 @@ def parse_row(
     )
 
 
-def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocation) -> str | bytes | None:
+def _of_role(role: MediaRole, row: JsonObject, folder: str, place: RowLocation) -> str | bytes | None:
     """The medium of a role, whose column is taken out of the row; None where there need be none."""
     for name in role.columns:
         if name in row:
@@ -476,7 +477,7 @@ def _check_together(
     raise DataError(what + ", ".join([*others, *given]), where=str(place), key=role.columns[0], way_out=way_out)
 
 
-def _one_column_each(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
+def _one_column_each(row: JsonObject, roles: Sequence[MediaRole], place: RowLocation) -> JsonObject:
     """Several pictures in one column, in columns of their own."""
     named: dict[str, tuple[str, ...]] = {}
     """Column of the first → those of all."""
@@ -512,7 +513,7 @@ def _check_not_null(
 
 
 def _taken_field(
-    row: dict[str, Any], named: str | None, usual: Sequence[str], place: RowLocation, what: str
+    row: JsonObject, named: str | None, usual: Sequence[str], place: RowLocation, what: str
 ) -> tuple[str, Any]:
     tried = _tried(named, usual)
     for name in tried:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.core.suggest import did_you_mean
@@ -299,10 +300,10 @@ def _key_of_sizes(settings: SizeSettings) -> str:
     return "height" if settings.max_pixels is None else "max_pixels"
 
 
-def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
+def _effect(settings: SizeSettings, geometry: MediaGeometry) -> JsonObject:
     """What settings come to: number and order of buckets, and the way that they are written, do not count."""
     sizes = sorted(Buckets(settings, geometry).sizes, key=lambda size: (size.height, size.width, size.frames))
-    effect: dict[str, Any] = {"sizes": ", ".join(map(str, sizes))}
+    effect: JsonObject = {"sizes": ", ".join(map(str, sizes))}
     names = ["max_enlargement", "max_cut", "enlarge", "crop", "flip"]
     if geometry.is_video:
         effect["num_frames"] = "each clip's own" if settings.keeps_lengths else "set"
@@ -400,7 +401,7 @@ def _is_bucket(value: object) -> bool:
     return isinstance(value, str) and _BUCKET.fullmatch(value.replace(" ", "")) is not None
 
 
-def _comparable(settings: Mapping[str, object]) -> dict[str, Any]:
+def _comparable(settings: Mapping[str, object]) -> JsonObject:
     """Lists as tuples: what was read of JSON equals what was read of YAML."""
     comparable = dict(settings)
     for name, value in settings.items():

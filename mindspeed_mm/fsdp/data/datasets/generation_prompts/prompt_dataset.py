@@ -13,6 +13,7 @@ import torch
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
@@ -136,7 +137,7 @@ class PromptDataset(MMDataset):
         """Prompt `index` as it is in the first epoch."""
         return self.item(index, 0)
 
-    def item(self, index: int, epoch: int) -> DrawnPrompt | dict[str, Any]:
+    def item(self, index: int, epoch: int) -> DrawnPrompt | JsonObject:
         """Prompt `index` in an epoch: it is drawn anew, from other noise."""
         prompt = self.prompts[index]
         if self._for_rollouts:
@@ -156,7 +157,7 @@ class PromptDataset(MMDataset):
         """Raise `ModelFolderError` when the model's folder lacks an encoder, or the VAE that decodes samples."""
         encoder_files(self._adapter)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """The prompts' hash and the size."""
         digest = hashlib.sha256(repr([prompt.text for prompt in self.prompts]).encode()).hexdigest()[:16]
         return {**super().fingerprint(), "prompts": digest, "size": str(self.size)}

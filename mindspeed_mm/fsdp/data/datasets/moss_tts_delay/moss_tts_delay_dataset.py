@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import TextPositions
@@ -106,7 +106,7 @@ class MossTTSDelayDataset(SpokenRows):
         positions = TextPositions() if does_pack else None
         return MossTTSDelayCollator(self.processor, TextOnlyPlugin(), collate_param, positions)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the model's configuration, by which samples are laid out, and how their texts are read."""
         return {"config": repr(self._writer.config.to_dict()), "split_special_tokens": self._split}
 

@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import at_place, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
@@ -114,7 +114,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
             raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
         return super().build_collator(collate_param.model_copy(update={"model_name": _NAME}), packs=False)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """Return the fingerprint of the rows and settings, to which the model's configuration belongs, too."""
         found = super().fingerprint()
         return found | {"settings": found["settings"] | {"config": repr(self._config.to_dict())}}

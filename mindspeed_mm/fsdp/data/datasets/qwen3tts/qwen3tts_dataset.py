@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, located
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
@@ -92,13 +92,13 @@ class Qwen3TTSDataset(SpokenRows):
     def padding_collator(self, collate_param: CollateParam) -> Collator:
         return Qwen3TTSCollator(self.processor, TextOnlyPlugin(), collate_param)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the model's configuration, by which samples are laid out."""
         return {"config": repr(self._config.to_dict())}
 
     # --- one row ------------------------------------------------------------------------------------------------------
 
-    def _encoded(self, row: Mapping[str, object], place: str) -> dict[str, Any]:
+    def _encoded(self, row: Mapping[str, object], place: str) -> JsonObject:
         """All but the sound of its voice."""
         role, end = self.ids_of(_ROLE), self.ids_of(_END)
         told = self.ids_of(f"{_ROLE}{self.text_of(row, 'text', place)}{_END}")
