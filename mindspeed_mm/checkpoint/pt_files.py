@@ -67,7 +67,7 @@ def find_unsafe_globals(path: Path) -> list[str]:
         raise ValueError(str(error)) from error
 
 
-def _load_quietly(path: Path) -> Any:
+def _load_quietly(path: Path) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path) or None)

@@ -89,7 +89,7 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
     made = click.option(*filter(None, spellings), each.name, **settings)
 
-    def with_short_forms(command: Callable[..., Any]) -> Callable[..., Any]:
+    def with_short_forms(command: Callable[..., object]) -> Callable[..., Any]:
         for flag, (_, help_text) in declared.short_forms.items():
             # A name of its own: click gives an option without a value that of the last one with the same name.
             command = click.option(flag, _name_of(flag), is_flag=True, help=help_text)(command)
@@ -102,7 +102,7 @@ def _name_of(flag: str) -> str:
     return flag.strip("-").replace("-", "_")
 
 
-def _type_of(each: RequestField) -> Any:
+def _type_of(each: RequestField) -> object:
     declared = each.declared
     if each.choices or declared.words is not None:
         return click.Choice(list(declared.words or each.choices))
@@ -125,7 +125,7 @@ def _whole_number(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 
-def _finite(_context: click.Context, parameter: click.Parameter, value: object) -> Any:
+def _finite(_context: click.Context, parameter: click.Parameter, value: object) -> object:
     """Refuse nan and inf, which are floats to click."""
     for number in value if isinstance(value, tuple) else (value,):
         if number is not None and not math.isfinite(number):

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.drafts import boot_id, draft_file, remove_dead_files
 from mindspeed_mm.core.errors import MachineError
@@ -108,7 +107,7 @@ def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
         os.close(descriptor)
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -488,7 +488,7 @@ class _TimedStream(httpcore2.NetworkStream):
     ) -> httpcore2.NetworkStream:
         return _TimedStream(self._inner.start_tls(ssl_context, server_hostname, self._clock.left_s()), self._clock)
 
-    def get_extra_info(self, info: str) -> Any:
+    def get_extra_info(self, info: str) -> object:
         return self._inner.get_extra_info(info)
 
 

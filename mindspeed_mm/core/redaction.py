@@ -118,7 +118,7 @@ def redact(value: object, key: str = "") -> Any:
     return _cleaned(hidden)
 
 
-def hide(value: object, key: str = "") -> Any:
+def hide(value: object, key: str = "") -> object:
     """The same, of values under secret keys alone.
 
     Args:
@@ -132,7 +132,7 @@ def hide(value: object, key: str = "") -> Any:
     return REDACTED if _hides(key, value) else value
 
 
-def without_credentials(value: object) -> Any:
+def without_credentials(value: object) -> object:
     """Nested dicts and lists without what only opens a door: two configurations that differ in it alone are the same.
     Left out are secrets, headers, and where keys come from (`api_key_env`, `api_key_header`)."""
     if isinstance(value, Mapping):
@@ -164,7 +164,7 @@ def _hides(key: str, value: object) -> bool:
     return key.lower() in HEADERS or is_secret_name(key)
 
 
-def _cleaned(value: object) -> Any:
+def _cleaned(value: object) -> object:
     if isinstance(value, dict):
         return {name: _cleaned(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -99,7 +99,7 @@ class Draft:
         self.problems.append(Problem(what, str(place), way_out=way_out))
 
 
-def _as_plain(value: object) -> Any:
+def _as_plain(value: object) -> object:
     """A value as files hold it: lists, not tuples."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 

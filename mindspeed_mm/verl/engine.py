@@ -116,7 +116,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
-    ) -> Any:
+    ) -> object:
         """Run a batch, micro-batch by micro-batch.
 
         Args:

@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
             return _rebuild_tensor_v2, laid_out
         return _rebuild_tensor_v3, (*laid_out, tensor.dtype)
 
-    def persistent_id(self, obj: object) -> Any:
+    def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
             return None
         tensor = obj.tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,7 +68,7 @@ _OWN_OF_MEGATRON = {"MCoreMetadata": _MegatronIndex, "MCoreSavePlan": SavePlan}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _OWN_OF_MEGATRON:
             return _OWN_OF_MEGATRON[name]
         if name not in _ALLOWED.get(module, ()):

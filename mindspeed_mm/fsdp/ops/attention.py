@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import CellType
-from typing import Any
 
 import numpy as np
 import torch
@@ -394,7 +393,7 @@ def _longest(borders: torch.Tensor) -> int:
 
 
 @cache
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
+def takes_argument(function: Callable[..., object], name: str) -> bool:
     """Whether a function of torch has an argument of that name: releases that are supported differ, which is asked for,
     never told by a version. `varlen_attn` has `enable_gqa` since 2.13."""
     return name in inspect.signature(function).parameters

@@ -228,7 +228,7 @@ class CompiledForward:
 
     def _compute(
         self, compiled: _Compilations, signature: Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         kind = self._kind
         if kind.is_used_up(compiled):
             return self._known(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -137,7 +137,7 @@ class DataEntry(Section):
     `max_pixels`, and `num_frames`."""
 
 
-def _files(value: object) -> Any:
+def _files(value: object) -> object:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     entries = value if isinstance(value, list | tuple) else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -60,7 +60,7 @@ PAIR_LOSSES = {
 """Losses of preference pairs, as `posttrain.dpo.loss_type` names them."""
 
 
-def _loss_types(value: object) -> Any:
+def _loss_types(value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise fault(f"{show(value)} is not a list of losses")
@@ -70,7 +70,7 @@ def _loss_types(value: object) -> Any:
     return tuple(names)
 
 
-def _old_decay(value: object) -> Any:
+def _old_decay(value: object) -> object:
     if value == "linear":
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
@@ -78,7 +78,7 @@ def _old_decay(value: object) -> Any:
     raise fault(f"{show(value)} is not linear or a number from 0 to below 1")
 
 
-def _noise_levels(value: object) -> Any:
+def _noise_levels(value: object) -> object:
     steps = tuple(value) if isinstance(value, list | tuple) else ()
     if not steps or any(not isinstance(step, int) or isinstance(step, bool) for step in steps):
         raise fault(f"{show(value)} is not a list of whole numbers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -56,7 +56,7 @@ OPTIMIZERS = {
 """By their names in `training.optimizer`."""
 
 
-def _listed(value: object) -> Any:
+def _listed(value: object) -> object:
     """One name, names with commas between them, or a list."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]

@@ -323,10 +323,10 @@ class MemoryTracker(TorchDispatchMode):
         self._optimizing = False
         self._note_state()
 
-    def _resizing(self) -> Any:
+    def _resizing(self) -> object:
         real = self._real_resize
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = real(storage, size)
             held = self._live.get(storage._cdata)
             if storage.device.type == self._device_type:

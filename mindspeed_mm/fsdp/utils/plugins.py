@@ -174,7 +174,7 @@ def hash_of_files(files: Iterable[Path]) -> str:
 
 
 def call_plugin(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     offered: Mapping[str, object],
     *,
     order: Sequence[str],
@@ -210,7 +210,7 @@ def call_plugin(
 
 
 def _bind(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     offered: Mapping[str, object],
     order: Sequence[str],
     spread: Sequence[str],

@@ -159,7 +159,7 @@ class TextEncoder(nn.Module):
         return features, masks
 
 
-def _class_of(model_id: str) -> Any:
+def _class_of(model_id: str) -> object:
     if model_id not in (*_CLASSES, _AUTO):
         raise ConfigError(
             f"'{model_id}' is not built as a part",

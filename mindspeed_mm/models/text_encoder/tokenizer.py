@@ -36,7 +36,7 @@ class Tokenizer:
         else:
             self.tokenizers = _tokenizer(section_of(config))
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> object:
         """The tokenizer, or a list of them."""
         return self.tokenizers
 

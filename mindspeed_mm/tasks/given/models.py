@@ -103,7 +103,7 @@ class Asked:
         return ANSWERS[kind_of_path(self.model)](self)
 
 
-def _answer(asked: Asked) -> Any:
+def _answer(asked: Asked) -> object:
     """Answers of a language model, to a prompt or to rows."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a language model")
     from mindspeed_mm.tasks.answer import infer as task  # torch
@@ -163,7 +163,7 @@ def _draw(asked: Asked) -> list[Path]:
     return [asked.out / record["file"] for record in read_jsonl(asked.out / DRAWN_MANIFEST)]
 
 
-def _answer_in_parts(asked: Asked) -> Any:
+def _answer_in_parts(asked: Asked) -> object:
     """The answer of a model that answers and draws to one prompt."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a model that answers and draws")
     from mindspeed_mm.tasks.answer import unified  # torch

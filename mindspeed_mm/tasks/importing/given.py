@@ -132,7 +132,7 @@ def options_of(words: Sequence[str], where: str) -> list[Setting]:
     return [Setting(key, _given_value(values), where) for key, values in found.items()]
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """A word of a command as the value that YAML would read."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -143,7 +143,7 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _given_value(values: Sequence[object]) -> Any:
+def _given_value(values: Sequence[object]) -> object:
     """A switch is on, one value is itself, several are a list."""
     if not values:
         return True

@@ -59,7 +59,7 @@ def _dataset_info(draft: PeerSetup) -> JsonObject:
     return {}
 
 
-def _of_hub(draft: PeerSetup, entry: JsonObject) -> Any:
+def _of_hub(draft: PeerSetup, entry: JsonObject) -> object:
     """An entry of dataset_info.json whose rows are on a hub, as a folder that is downloaded first."""
     path = draft.folder_of(str(entry["hf_hub_url"]), "data", data_fetch)
     named = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {})}
@@ -378,7 +378,7 @@ def _entries(value: object) -> list[JsonObject]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _ax_entry(draft: PeerSetup, entry: JsonObject) -> Any:
+def _ax_entry(draft: PeerSetup, entry: JsonObject) -> object:
     path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
     files = entry.get("data_files")
     if path in ("json", "parquet", "csv", "text") and files:

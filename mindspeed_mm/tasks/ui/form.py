@@ -140,7 +140,7 @@ def _round_trip(text: str) -> CommentedMap:
     return root
 
 
-def _value(written: str, key: str) -> Any:
+def _value(written: str, key: str) -> object:
     parse_yaml(written, key)
     try:
         return _yaml().load(written)

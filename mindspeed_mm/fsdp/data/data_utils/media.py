@@ -310,7 +310,7 @@ def _check_size(size_bytes: int, name: str, most_bytes: int | None) -> None:
         raise DataError(f"'{name}' has {size_bytes} bytes, more than {most_bytes}")
 
 
-def _first_frame(items: Any) -> Any:
+def _first_frame(items: Any) -> object:
     if not len(items):
         raise DataError("the video is an empty list of frames")
     return items[0]
@@ -425,7 +425,7 @@ def with_media_beside(sample: Sample, folder: str) -> Sample:
     return replace(sample, media=media, rejected=rejected)
 
 
-def located(source: object, folder: str) -> Any:
+def located(source: object, folder: str) -> object:
     """A source of a medium with its path, if it has a relative one, written out."""
     if isinstance(source, Mapping):
         has_bytes = source.get("bytes") is not None

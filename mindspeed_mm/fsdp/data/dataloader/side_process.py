@@ -134,7 +134,7 @@ def _answer_requests(job: SideJob[object, object], channel: Connection, of_paren
         channel.send(_answered(job, asked))
 
 
-def _answered(job: SideJob[object, object], asked: object) -> Any:
+def _answered(job: SideJob[object, object], asked: object) -> object:
     try:
         return job(asked)
     except MMError as error:

@@ -431,7 +431,7 @@ def _spread(work: Dataset[object], workers: int) -> Iterator[Any]:
         ) from error
 
 
-def _pass_sample(value: object) -> Any:
+def _pass_sample(value: object) -> object:
     return value
 
 

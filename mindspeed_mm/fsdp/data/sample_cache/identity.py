@@ -142,7 +142,7 @@ def _names(item: MediaItem) -> Iterator[str]:
             waiting += source
 
 
-def _of_bytes(value: object) -> Any:
+def _of_bytes(value: object) -> object:
     """Media that stand in the row itself, by content; times and the like of parquet files, as they print."""
     if isinstance(value, bytes | bytearray | memoryview):
         return {"sha256": hashlib.sha256(value).hexdigest()}

@@ -38,7 +38,7 @@ class RootOutput:
         """From now on the caller gets the object again, with the tensors that sharding has seen."""
         self._root.register_forward_hook(self._restore)
 
-    def _show(self, _module: nn.Module, _inputs: object, output: object) -> Any:
+    def _show(self, _module: nn.Module, _inputs: object, output: object) -> object:
         self._hidden = None
         if not hides_tensors(output):
             return None  # leaves the output as it is

@@ -209,7 +209,7 @@ class _Call:
     random: dict[str, torch.Tensor]
     """State of the generators after it: what follows draws the same twice."""
 
-    def hand_out(self, key: str) -> Any:
+    def hand_out(self, key: str) -> object:
         """The result once more.
 
         Raises:

@@ -117,7 +117,7 @@ class RecomputedForward:
 
         return forward
 
-    def _reentrant(self, forward: Forward, leaves: Sequence[object], structure: TreeSpec) -> Any:
+    def _reentrant(self, forward: Forward, leaves: Sequence[object], structure: TreeSpec) -> object:
         """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""
         of_outputs = structure  # until a pass has run
 

@@ -78,7 +78,7 @@ class WeightTraffic:
         number, forward = len(self._blocks), module.forward
         self._blocks.append(_Block(module, self._copies))
 
-        def with_weights(*args: object, **kwargs: object) -> Any:
+        def with_weights(*args: object, **kwargs: object) -> object:
             self.enter(number, next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
             return forward(*args, **kwargs)
 

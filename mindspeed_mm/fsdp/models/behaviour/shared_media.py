@@ -104,7 +104,7 @@ def _parameters(tower: nn.Module) -> list[str]:
     return list(inspect.signature(type(tower).forward).parameters)[1:]
 
 
-def _repeated(value: object, copies: int) -> Any:
+def _repeated(value: object, copies: int) -> object:
     if isinstance(value, Tensor):
         return torch.cat([value] * copies) if value.dim() else value
     return value * copies if isinstance(value, list) else value

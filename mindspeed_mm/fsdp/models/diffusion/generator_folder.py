@@ -115,7 +115,7 @@ def read_json(path: Path) -> JsonObject:
 
 INDEX = "index"
 """Stands for `model_index.json` in the settings of `ReleaseUse.holds`."""
-GIVEN: Any = ...
+GIVEN: object = ...
 """A value of `ReleaseUse.holds`: anything but null."""
 
 

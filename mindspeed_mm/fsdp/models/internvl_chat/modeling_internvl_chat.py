@@ -71,7 +71,7 @@ class InternVLChatConfig(InternVLConfig):
         super().__init__(vision_config=vision_config, vision_feature_layer=select_layer, **kwargs)
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: object, **kwargs: object) -> Any:
+    def get_config_dict(cls, pretrained_model_name_or_path: object, **kwargs: object) -> object:
         """As of every configuration, with the number of a picture's token, which is that of the tokenizer beside it."""
         config_dict, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return _with_token(config_dict, pretrained_model_name_or_path), unused

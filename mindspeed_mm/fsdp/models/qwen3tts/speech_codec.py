@@ -47,7 +47,7 @@ _UNUSED = ("decoder", "upsample")
 _RATE, _FRAME_SAMPLES, _CODEBOOKS = 24_000, 1920, 16
 
 
-def decoder_config(values: Mapping[str, object]) -> Any:
+def decoder_config(values: Mapping[str, object]) -> object:
     """The settings of a decoder.
 
     Args:

@@ -129,7 +129,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             found.append({"prompt_embeds": embeds[0].clone()})
         return found
 
-    def _as_seen(self, pictures: list[Image.Image]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> object:
         return pictures[0]
 
     def pictures_of(self, given: Collection[str], suffix: str = "") -> list[str]:
@@ -186,7 +186,7 @@ class QwenImageEditPlusAdapter(QwenImageEditAdapter):
     roles = {"edit": (SOURCE_PICTURE, *FURTHER_SOURCES)}
     seen_area: ClassVar[int | None] = _SEEN_AREA
 
-    def _as_seen(self, pictures: list[Image.Image]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> object:
         return pictures
 
 

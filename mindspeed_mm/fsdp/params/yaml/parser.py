@@ -94,7 +94,7 @@ class _Scanner(Scanner):
             self._skip_blanks()
             super().scan_to_next_token()
 
-    def scan_plain_spaces(self, indent: object, start_mark: object) -> Any:
+    def scan_plain_spaces(self, indent: object, start_mark: object) -> object:
         begin = self.reader.column
         self._skip_blanks()
         if self.reader.peek() in "\r\n\x85\u2028\u2029":

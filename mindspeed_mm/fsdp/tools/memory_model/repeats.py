@@ -242,7 +242,7 @@ class RepeatedBlocks:
         self._left, self._floor = period - 1, index + 1
         return True
 
-    def _handed_on(self, index: int, given: _Values) -> Any:
+    def _handed_on(self, index: int, given: _Values) -> object:
         """What a block returns that is as good as not there: what it was given, in the place of what came out of the
         block before."""
         example = self._returned[index - self._alike[index].period]

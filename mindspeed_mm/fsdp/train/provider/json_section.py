@@ -42,7 +42,7 @@ class JsonSection(Namespace):
         return {key: _as_plain(value) for key, value in vars(self).items()}
 
 
-def _as_section(value: object) -> Any:
+def _as_section(value: object) -> object:
     if isinstance(value, Mapping):
         return JsonSection(value)
     if isinstance(value, list):
@@ -50,7 +50,7 @@ def _as_section(value: object) -> Any:
     return value
 
 
-def _as_plain(value: object) -> Any:
+def _as_plain(value: object) -> object:
     if isinstance(value, JsonSection):
         return value.to_dict()
     if isinstance(value, list):

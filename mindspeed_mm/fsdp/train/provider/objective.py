@@ -99,7 +99,7 @@ class ProviderObjective:
             self.reports.append({name: _detached(number) for name, number in value.report.items()})
         return {self.term: self._scaled(value)}
 
-    def use(self, forward_step: Callable[..., Any]) -> None:
+    def use(self, forward_step: Callable[..., object]) -> None:
         """Call another forward step from now on."""
         self._callbacks = replace(self._callbacks, forward_step=forward_step)
 
@@ -126,7 +126,7 @@ class ProviderObjective:
         return value.loss
 
 
-def _own_part(batch: Batch) -> Any:
+def _own_part(batch: Batch) -> object:
     """The user's batch, its tensors on the device where it is a plain dict; a new one each time, as a forward step may
     change it and stages call it several times."""
     raw = batch[RAW]
@@ -141,7 +141,7 @@ def _own_part(batch: Batch) -> Any:
     return own
 
 
-def _detached(number: object) -> Any:
+def _detached(number: object) -> object:
     if isinstance(number, torch.Tensor):
         return number.detach()
     if isinstance(number, (tuple, list)):

@@ -72,7 +72,7 @@ class RolloutSource(Protocol):
         """A sample as JSON takes it, exactly."""
         ...
 
-    def restore(self, record: Mapping[str, Any]) -> Any:
+    def restore(self, record: Mapping[str, Any]) -> object:
         """Rebuild the sample that `record` wrote."""
         ...
 

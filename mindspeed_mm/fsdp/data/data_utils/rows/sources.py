@@ -366,7 +366,7 @@ def _parsed(content: bytes) -> Any:
         return None
 
 
-def _parsed_yaml(path: Path) -> Any:
+def _parsed_yaml(path: Path) -> object:
     try:
         return plain(parse_yaml(path.read_text(encoding="utf-8"), str(path)).root)
     except UnicodeDecodeError as error:

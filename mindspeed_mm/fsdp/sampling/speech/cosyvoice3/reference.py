@@ -101,14 +101,14 @@ class Listener:
         return outputs
 
     @cached_property
-    def _campplus(self) -> Any:
+    def _campplus(self) -> object:
         return self._session(CAMPPLUS)
 
     @cached_property
     def _tokenizer(self) -> Any:
         return self._session(SPEECH_TOKENIZER)
 
-    def _session(self, name: str) -> Any:
+    def _session(self, name: str) -> object:
         try:
             import onnxruntime  # an extra
         except ImportError as error:
