@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.arguments import fill_absent, parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.run_ownership import leaving_no_unbegun_run
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -83,7 +84,7 @@ def pretrain(
     forward_step_func: UserFunction,
     process_non_loss_data_func: UserFunction | None = None,
     extra_args_provider: UserFunction | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: JsonMapping | None = None,
 ) -> None:
     """Train as the flags of this process say, with functions of your own.
 

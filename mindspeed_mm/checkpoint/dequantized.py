@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Region, Sliced
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a code stand for; the fourth is the sign."""
@@ -168,7 +169,7 @@ def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) ->
 _FUSED = re.compile(r"model\.(?:mtp\.layers\.\d+|layers\.(\d+))\.self_attn\.qkv_proj\.weight")
 
 
-def _of_ranks(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], rule: Quantization) -> dict[str, LazyTensor]:
+def _of_ranks(stored: Mapping[str, LazyTensor], config: JsonMapping, rule: Quantization) -> dict[str, LazyTensor]:
     """Queries, keys and values in one matrix, whose rows lie as ranks of tensor parallelism hold them, as many as there
     are key heads: each rank's queries, keys and values, in blocks of its own. MiMo-V2.5 is released so (vLLM, pull
     request 57508). They are put in order here; none where a folder has them in order, or apart."""

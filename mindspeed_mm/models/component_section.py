@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
 
@@ -73,7 +73,7 @@ def dtype_of(section: Mapping[str, object], name: str) -> torch.dtype | None:
     return found
 
 
-def note_unread(section: Mapping[str, Any], read: Collection[str], name: str) -> None:
+def note_unread(section: JsonMapping, read: Collection[str], name: str) -> None:
     """Report keys that are given and have no effect."""
     unread = sorted(key for key, value in section.items() if key not in read and value is not None)
     if unread:

@@ -6,11 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, MMError, Problem
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, load_config
@@ -68,7 +67,7 @@ _REQUIRED = {
     "training.train_iters": "--train-iters",
     "training.lr": "--lr",
 }
-_WITHOUT_FLAGS: Mapping[str, Any] = {
+_WITHOUT_FLAGS: JsonMapping = {
     "training.lr_decay_style": "constant",  # of scripts in diffusers' manner; Megatron's default is filled before
     "training.lr_warmup_ratio": 0.0,
     "training.save_total_limit": None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam
@@ -85,7 +85,7 @@ class MMDataset:
     """Whether each sample preserves the prior (DreamBooth), for pairs of both kinds; None: none does."""
     is_raw: bool = False
     """Samples are pixels and captions, encoded while training."""
-    noted_components: Mapping[str, Any] = {}
+    noted_components: JsonMapping = {}
     """Configurations of components that the model's folder lacks and the features know."""
 
     def __len__(self) -> int:

@@ -5,15 +5,15 @@ run jumps that is resumed with another length or another schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
@@ -221,7 +221,7 @@ TOTAL_STEPS = "total_steps"
 """In the context of a checkpoint: the length of the run that saved it."""
 
 
-def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule, training: TrainingArguments) -> str:
+def jump_of_rate(context: JsonMapping, iteration: int, schedule: Schedule, training: TrainingArguments) -> str:
     """From which to which learning rate a resumed run goes, where its next step would have had another one.
 
     Args:

@@ -17,7 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import ConfigError, DataError, StoppedAfterSave, UsageError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -69,7 +69,7 @@ class GenerateRequest:
     """What to do where the folder allows more than one; None: as the configuration says."""
     media_dir: Path | None = None
     """Where images of `prompts_file` start; by default its folder."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: JsonMapping = field(default_factory=dict)
     """Fields of `SamplingArguments`; what is not given is the run's `inference.sampling`, else its `training.sampling`,
     else what `sampling/defaults.py` fills in."""
     lora: Path | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import (
     DRAWN_MANIFEST,
@@ -21,7 +20,7 @@ from mindspeed_mm.core.artifacts import (
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample, SampleOrder
 from mindspeed_mm.fsdp.utils.media_files import write_media
@@ -144,7 +143,7 @@ class SampleFolder:
         is_there = name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
         return is_there and ("sound" not in entry or path.with_suffix(".wav").is_file())
 
-    def _check(self, entry: Mapping[str, Any], wanted: Mapping[Key, SampleOrder]) -> None:
+    def _check(self, entry: JsonMapping, wanted: Mapping[Key, SampleOrder]) -> None:
         if entry["model"] != self._model:
             raise self._foreign("it holds samples of another model")
         for name, value in self._settings.items():

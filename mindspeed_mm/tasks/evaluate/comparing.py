@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 
 Record = Mapping[str, Any]
@@ -54,7 +54,7 @@ class PairedTest:
         return asdict(self)
 
 
-def shares_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def shares_by_group(samples: Sequence[JsonMapping]) -> dict[str, float]:
     """Group → the least share of its items, of the samples of a published set."""
     shares: dict[str, float] = {}
     for sample in samples:

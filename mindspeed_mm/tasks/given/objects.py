@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
 from mindspeed_mm.fsdp.params.loader import given_value
 from mindspeed_mm.fsdp.train.trainer import GivenObjects
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Processor: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-Word: TypeAlias = str | Mapping[str, Any]
+Word: TypeAlias = str | JsonMapping
 """An override: `section.key=value`, or a mapping of sections."""
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -97,7 +97,7 @@ def is_data_set(rows: object) -> bool:
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: Mapping[str, Any]) -> JsonObject:
+def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: JsonMapping) -> JsonObject:
     """What names the files of rows for training and for validation; those in memory are stored. Their media start at
     the `dataset_dir` that is named, else at the working directory."""
     values: JsonObject = {}

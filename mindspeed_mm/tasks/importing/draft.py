@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import JsonObject, parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import Kind, PeerRow, PeerTool, words_of
 from mindspeed_mm.tasks.importing.given import Given, Setting
 
@@ -184,7 +184,7 @@ class PeerSetup:
         name = f"{self.model_name} {self.model_type.replace('_', '-')}"
         return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_facts(self) -> JsonMapping:
         """What the folder's config.json says of the language model; empty where there is none."""
         facts = (self._facts() or {}) if self.model_name else {}
         inner = facts.get("text_config")
@@ -200,7 +200,7 @@ class PeerSetup:
             return 32
         return 28 if re.search(r"qwen2(\.5)?-?(vl|omni)", name) else None
 
-    def _facts(self) -> Mapping[str, Any] | None:
+    def _facts(self) -> JsonMapping | None:
         """The model's config.json, where the folder is there."""
         try:
             facts = parse_json((Path(self.out.get(MODEL) or self.model_name) / "config.json").read_bytes())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError, count_problems
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import MOST_DEPTH, parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, plain
@@ -46,7 +46,7 @@ class Given:
 
     source: str
     settings: list[Setting]
-    tree: Mapping[str, Any] = field(default_factory=dict)
+    tree: JsonMapping = field(default_factory=dict)
     """The file's content as plain values; of a command its options."""
     program: tuple[str, ...] = ()
     """Of a command: the program and its first words, such as `swift sft` or `train_network.py`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, MMError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.redaction import is_secret_name, remember_secrets
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -65,7 +65,7 @@ class Imported:
 
     tool: str
     source: str
-    values: Mapping[str, Any]
+    values: JsonMapping
     """Dotted key → value, without what our defaults say."""
     comments: Mapping[str, str]
     findings: tuple[SettingResult, ...]

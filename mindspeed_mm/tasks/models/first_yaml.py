@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -82,7 +82,7 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
     return merged(sections, card.smallest) if card is not None else sections
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> JsonObject:
+def merged(base: JsonMapping, changes: JsonMapping) -> JsonObject:
     """A mapping with another one's keys set in it, level by level; None takes a key out."""
     made = dict(base)
     for key, value in changes.items():

@@ -4,9 +4,9 @@ that people use for both."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.tasks.models.first_yaml import RATES_OF_PAIRS
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -16,9 +16,9 @@ class YamlRecipe(NamedTuple):
 
     method: Method | None = None
     """What is trained; None: as the family's users do."""
-    adds: Mapping[str, Any] = {}
+    adds: JsonMapping = {}
     """Sections that are set in it, level by level; None takes a key out."""
-    of_generators: Mapping[str, Any] | None = None
+    of_generators: JsonMapping | None = None
     """The same where the family is a generator; None: `adds`."""
     stems: tuple[str, ...] = ()
     """How words begin that ask for this recipe of several; none: it is meant where no other one is."""

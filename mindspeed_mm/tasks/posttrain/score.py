@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.argument import PosttrainArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.requests.train import ScoreRequest
@@ -162,7 +162,7 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
 
 
-def _medium_or_text(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
+def _medium_or_text(row: JsonMapping, place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
     """The picture, or the text."""
     key = f"{_PICTURE}{suffix}"
     if isinstance(name := row.get(key), str):

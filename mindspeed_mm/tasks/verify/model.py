@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.model_kinds import UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
@@ -143,7 +143,7 @@ def _config_of(model: ModelArguments) -> JsonObject | None:
 
 
 def _with_config(
-    arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path, *, shrinks: bool
+    arguments: Arguments, config: JsonMapping, changes: JsonMapping, folder: Path, *, shrinks: bool
 ) -> Arguments:
     """Arguments whose model has this configuration: the YAML can change a part of a model, a whole one has a folder.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, Problem
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
@@ -223,7 +223,7 @@ class SampleSize(NamedTuple):
     """Work of the encoders: vision patches and audio frames."""
 
 
-def count_media(messages: Sequence[Mapping[str, Any]]) -> int:
+def count_media(messages: Sequence[JsonMapping]) -> int:
     """Pictures, videos and sounds in messages: parts that are not text."""
     count = 0
     for message in messages:
@@ -335,7 +335,7 @@ def _parts(content: str | list[Message]) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def words_said(message: Mapping[str, Any]) -> list[str]:
+def words_said(message: JsonMapping) -> list[str]:
     """The texts of a message, without blanks around them and without thoughts, which templates may leave out."""
     texts = []
     for part in _parts(message["content"]):

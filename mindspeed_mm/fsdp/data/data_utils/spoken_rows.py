@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, RowLocation, TooLongError
@@ -84,7 +84,7 @@ class SpokenRows(MMDataset):
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> JsonMapping:
         """Return what shapes samples besides `cutoff_len`, for the fingerprint. Subclasses implement it."""
         raise NotImplementedError
 
@@ -134,9 +134,7 @@ class SpokenRows(MMDataset):
 COLUMN = "audio_codes"
 
 
-def codes_of(
-    row: Mapping[str, Any], place: str, sizes: Sequence[int], extracted_by: str, column: str = COLUMN
-) -> np.ndarray:
+def codes_of(row: JsonMapping, place: str, sizes: Sequence[int], extracted_by: str, column: str = COLUMN) -> np.ndarray:
     """The frames of a row's speech, (frames, codebooks) int64.
 
     Args:

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, Problem
-from mindspeed_mm.core.json_file import JsonObject, parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.kept_hashes import kept_sha256
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import absent_encoders, encoder_files
@@ -51,12 +51,12 @@ class Description:
     family: str
     """Class of the transformer that the features are for."""
     task: str
-    geometry: Mapping[str, Any]
+    geometry: JsonMapping
     """Geometry of the VAE and the transformer, see `MediaGeometry`."""
     model_folder: str
     """Where the encoders were."""
     components: Components
-    preprocessing: Mapping[str, Any]
+    preprocessing: JsonMapping
     """What decides which pixels are made of a medium."""
     dtype: str | None
     """That encoders were run in; None: each as its folder stores it. With how they were quantised, where they were."""
@@ -276,7 +276,7 @@ def component_problems(before: Components, now: Components, folder: Path) -> lis
     return problems
 
 
-def from_json(content: Mapping[str, Any]) -> Components:
+def from_json(content: JsonMapping) -> Components:
     """Rebuild the components, with their files' marks, from the content of `features.json`."""
     components: dict[str, dict[str, FileMark]] = {}
     for name, files in content.items():

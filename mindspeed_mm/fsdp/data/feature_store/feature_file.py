@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from mindspeed_mm.checkpoint.safetensors_file import read_header, write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.core.json_file import JsonObject, parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaSize
 
 TensorFacts = tuple[str, tuple[int, ...]]
@@ -97,7 +97,7 @@ class FeatureRecord:
         return {**vars(self), "size": [*size, *beside]}
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:
+    def from_json(cls, line: JsonMapping) -> FeatureRecord:
         """What `to_json` gave.
 
         Raises:

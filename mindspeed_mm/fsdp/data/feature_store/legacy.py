@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import CheckpointError, DataError
-from mindspeed_mm.core.json_file import JsonObject, parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -135,7 +134,7 @@ def _legacy_row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str,
     return name, (_caption(content),)
 
 
-def _caption(row: Mapping[str, Any]) -> str:
+def _caption(row: JsonMapping) -> str:
     """Of several the older tool took one, and did not say which."""
     for name in _CAPTION_COLUMNS:
         if name in row:
@@ -173,7 +172,7 @@ def _pixel_size(latents: torch.Tensor, geometry: MediaGeometry, path: Path) -> M
     return MediaSize(frames, height * geometry.spatial_ratio, width * geometry.spatial_ratio)
 
 
-def _text_features(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _text_features(content: JsonMapping) -> dict[str, torch.Tensor]:
     """Of a list, what has tokens is `prompt_embeds`, a single vector is `pooled_prompt_embeds`."""
     texts, masks = content["prompt_ids"], content.get("prompt_mask")
     if not isinstance(texts, list):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 
 
 class GeneratorFolder:
@@ -125,7 +125,7 @@ class ReleaseUse:
 
     release: str = ""
     """Name of the release; empty: all folders of the family."""
-    holds: Mapping[str, Any] = field(default_factory=dict)
+    holds: JsonMapping = field(default_factory=dict)
     """What the folder of the release holds: `component.setting` → value, for instance `scheduler.shift`; `index.name`
     is of `model_index.json`."""
     steps: int | None = None
@@ -140,7 +140,7 @@ class ReleaseUse:
     """Frames of a clip."""
     size: tuple[int, int] | None = None
     """Height and width in pixels."""
-    call: Mapping[str, Any] = field(default_factory=dict)
+    call: JsonMapping = field(default_factory=dict)
     """Further arguments of the pipeline."""
 
 

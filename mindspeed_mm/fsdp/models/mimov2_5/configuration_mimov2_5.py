@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import MiMoV2FlashConfig, PreTrainedConfig, Qwen2Config
 
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 
 _TEXT = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
@@ -206,7 +206,7 @@ class MiMoV2Config(PreTrainedConfig):
         text_config: Any = None,
         vision_config: Any = None,
         audio_config: Any = None,
-        processor_config: Mapping[str, Any] | None = None,
+        processor_config: JsonMapping | None = None,
         image_token_id: int = 151655,
         video_token_id: int = 151656,
         **kwargs: Any,
@@ -234,7 +234,7 @@ class MiMoV2Config(PreTrainedConfig):
         return float(self.text_config.initializer_range)
 
 
-def _text_settings(released: Mapping[str, Any]) -> JsonObject:
+def _text_settings(released: JsonMapping) -> JsonObject:
     """Of MiMo-V2-Flash's class. `sliding_window` counts the token itself, as the released code reads it."""
     settings = {name: released[name] for name in _TEXT if name in released}
     if not settings:

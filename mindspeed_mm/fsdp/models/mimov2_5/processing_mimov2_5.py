@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import AutoTokenizer, ProcessorMixin, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 from mindspeed_mm.fsdp.models.mimov2_5.audio_codes import MiMoV2FeatureExtractor
 
 _TOKENS = ("image", "video", "audio", "vision_start", "vision_end", "video_start", "video_end")
@@ -137,7 +137,7 @@ def _told(second: float) -> str:
     return f"{int(second) // _MINUTE:02d}:{int(second) % _MINUTE:02d}"
 
 
-def _limits(sizes: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> dict[str, int]:
+def _limits(sizes: JsonMapping, settings: JsonMapping, kind: str) -> dict[str, int]:
     """Least and most pixels: as `processor_config` says, else the file of picture sizes."""
     least = settings.get(f"{kind}_min_pixels") or sizes.get("min_pixels", 8192)
     most = settings.get(f"{kind}_max_pixels") or sizes.get("max_pixels", 8388608)

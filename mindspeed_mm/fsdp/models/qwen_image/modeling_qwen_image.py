@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes, as_pil, pack
@@ -32,7 +33,7 @@ _SIDE_STEP = 32
 _LATENTS_OF = "_latents"
 
 
-def _vae_ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+def _vae_ratios(vae: JsonMapping) -> tuple[int, int]:
     """One factor of two for each entry of `temperal_downsample`; pictures have no time."""
     return 2 ** len(vae.get("temperal_downsample", (0,) * 3)), 1
 

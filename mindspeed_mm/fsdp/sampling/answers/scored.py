@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, Score
@@ -89,7 +88,7 @@ class Evaluation:
         return [*told, *self.remarks]
 
 
-def _judges_failure(sample: Mapping[str, Any]) -> str | None:
+def _judges_failure(sample: JsonMapping) -> str | None:
     """Why there is no verdict on an answer that a judge was asked about."""
     verdict = sample.get("judge")
     return verdict["failure"] if verdict else None

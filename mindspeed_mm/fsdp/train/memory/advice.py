@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.config_path import with_value
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
@@ -27,7 +27,7 @@ _MOST_ADVICE = 3
 class Change:
     """Something that a person may change."""
 
-    settings: Mapping[str, Any]
+    settings: JsonMapping
     """Dotted key → value."""
     rows_share: float = 1.0
     """What is left of a micro-batch's rows."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.optimizer.clip_grad import unscale_grads_
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue, name_of
@@ -149,7 +148,7 @@ def _detached(number: object) -> object:
     return number
 
 
-def reduce_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def reduce_reports(reports: Sequence[JsonMapping]) -> dict[str, torch.Tensor]:
     """Sums and divisors of what was reported, (2,) fp64 by name: a number counts once, a pair is a sum and its
     divisor."""
     found: dict[str, torch.Tensor] = {}

@@ -12,11 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, parse_json
 
 FOLDER = "rollouts"
 _CHECKSUM = "sha256"
@@ -26,8 +25,8 @@ _CHECKSUM = "sha256"
 class StoredRollout:
     """A rollout of all ranks."""
 
-    header: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]]
+    header: JsonMapping
+    samples: Sequence[JsonMapping]
     digest: str
     """Of the file."""
 

@@ -6,7 +6,7 @@ and training, stands first; what builds all this for a run, last.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.seeds import derive_seed
@@ -83,7 +83,7 @@ def packed_path(path: Trajectories) -> JsonObject:
     return record
 
 
-def unpacked_path(record: Mapping[str, Any]) -> Trajectories:
+def unpacked_path(record: JsonMapping) -> Trajectories:
     """Rebuild the trajectory that `packed_path` wrote, to the bit."""
     path = Trajectories(_unpacked(record["latents"]))
     for name, steps in path.by_step.items():
@@ -269,7 +269,7 @@ class FlowRollouts:
             record["path"] = packed_path(sample.path)
         return record
 
-    def restore(self, record: Mapping[str, Any]) -> FlowSample:
+    def restore(self, record: JsonMapping) -> FlowSample:
         """Rebuild the sample that `record` wrote; its `path` stays None where the record has no trajectory."""
         sample = FlowSample(record["sample"])
         if "path" in record:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.loss.policy_gradient import Advantages, group_advantages
@@ -303,7 +303,7 @@ class RolloutLoader:
         text = files.text_of(self._drawn_header(begun.header), lines)
         files.write_samples(self._drawn_file(begun.header), text)
 
-    def _drawn_file(self, header: Mapping[str, Any]) -> Path:
+    def _drawn_file(self, header: JsonMapping) -> Path:
         assert self._folder is not None
         return files.drawn_file(self._folder, header["rollout"], self._job.state.data_rank)
 
@@ -388,7 +388,7 @@ class RolloutLoader:
         self.metrics.count(stored.samples, self.source.reward_names, list(map(self.source.facts, rollout.samples)))
         return rollout
 
-    def _own_lines(self, stored: files.StoredRollout, step: int) -> list[Mapping[str, Any]]:
+    def _own_lines(self, stored: files.StoredRollout, step: int) -> list[JsonMapping]:
         """This rank's share of the samples of a step."""
         ranks, rank = self._job.state.data_size, self._job.state.data_rank
         lines = [line for line in stored.samples if line["step"] == step]

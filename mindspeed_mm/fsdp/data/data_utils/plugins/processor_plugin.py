@@ -19,6 +19,7 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import BATCH_KEYS, Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.media import PixelBudget
@@ -359,7 +360,7 @@ class ProcessorPlugin:
         except _REFUSALS as error:
             raise self._writes_elsewhere("image") from error
 
-    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> Mapping[str, Any]:
+    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> JsonMapping:
         """What the processor makes of a text with pictures."""
         ask = partial(
             self._processor,
@@ -368,7 +369,7 @@ class ProcessorPlugin:
             return_text_replacement_offsets=True,
             return_tensors="pt",
         )
-        made: Mapping[str, Any]
+        made: JsonMapping
         try:
             made = ask(images=[list(pictures)])  # those of each text in a list of their own
         except _REFUSALS:
@@ -384,7 +385,7 @@ class ProcessorPlugin:
             f"encodes a single {kind} (docs/data.md, B).",
         )
 
-    def _written(self, made: Mapping[str, Any]) -> str:
+    def _written(self, made: JsonMapping) -> str:
         """What a processor wrote in the place of the only placeholder."""
         if _tells_places(made):
             return made["text_replacement_offsets"][0][0]["replacement"]
@@ -446,7 +447,7 @@ class ProcessorPlugin:
             )
 
 
-def _ids_of(made: Mapping[str, Any]) -> list[int]:
+def _ids_of(made: JsonMapping) -> list[int]:
     ids: list[int] = made["input_ids"][0].tolist()
     return ids
 

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
@@ -130,7 +130,7 @@ class RowFormat:
         return cls(**{name: value for name, value in _given(attr, names).items() if value != defaults.get(name)})
 
     @classmethod
-    def from_dataset_info(cls, name: str, entry: Mapping[str, Any], where: str) -> RowFormat:
+    def from_dataset_info(cls, name: str, entry: JsonMapping, where: str) -> RowFormat:
         """From an entry of a LLaMA-Factory `dataset_info.json`.
 
         As there, an entry that lists its columns has only those, and its format is alpaca unless it says otherwise.
@@ -223,7 +223,7 @@ _COLUMNS = tuple(f.name for f in fields(RowFormat) if f.name not in ("formatting
 _OPTIONAL_COLUMNS = ("system", "tools", "images", "videos", "audios", "query", "history")
 
 
-def _given(section: Mapping[str, Any] | Section, names: Collection[str]) -> dict[str, Any]:
+def _given(section: JsonMapping | Section, names: Collection[str]) -> dict[str, Any]:
     """Those of these entries that are there and not null."""
     return {name: value for name, value in section.items() if name in names and value is not None}
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
@@ -140,9 +140,7 @@ _DESCRIBE = frozenset({"format", "mime_type", "media_type", "mimeType"})
 """Fields that say what a file shows by itself."""
 
 
-def _note_fields(
-    holder: Mapping[str, Any], kind: MediaKind, sample: Sample, key: str, known: Collection[str]
-) -> ItemOptions:
+def _note_fields(holder: JsonMapping, kind: MediaKind, sample: Sample, key: str, known: Collection[str]) -> ItemOptions:
     """What is asked of a medium; fields that nothing reads are noted or refused."""
     options: ItemOptions = {}
     own = [name for name, option in _OPTIONS.items() if option in _OPTIONS_OF[kind] and holder.get(name) is not None]
@@ -304,7 +302,7 @@ def take_clip(sample: Sample, row: Row) -> None:
     sample.media[videos[0]] = item._replace(source=found)
 
 
-def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
+def _parts_of(messages: Sequence[JsonMapping]) -> Iterator[JsonObject]:
     for message in messages:
         if not isinstance(message["content"], str):
             yield from message["content"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.folder_kinds import is_output
-from mindspeed_mm.core.json_file import JsonObject, parse_json, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json, read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
@@ -116,7 +116,7 @@ class _Search:
     """Where entries are looked for, see `find_sources`."""
 
     dataset_dir: Path
-    info: Mapping[str, Any]
+    info: JsonMapping
     row_format: RowFormat
     is_whole: Callable[[Path], bool] | None
 
@@ -373,7 +373,7 @@ def _parsed_yaml(path: Path) -> object:
         raise DataError(f"cannot be read as YAML: {error}", where=str(path)) from error
 
 
-def _listed_entries(content: object) -> dict[str, Mapping[str, Any]] | None:
+def _listed_entries(content: object) -> dict[str, JsonMapping] | None:
     """Name → entry; None where the content is no list of data sets."""
     if isinstance(content, Mapping) and isinstance(content.get("datasets"), list):
         content = content["datasets"]
@@ -390,11 +390,11 @@ def _name_of(entry: object, number: int) -> str:
     return str(name or number)
 
 
-def _given(entry: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _given(entry: JsonMapping, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(entry.get(name), str) and entry[name]), None)
 
 
-def _listed(name: str, entry: Mapping[str, Any], listed_in: Path) -> ListedSet:
+def _listed(name: str, entry: JsonMapping, listed_in: Path) -> ListedSet:
     where = f"{listed_in}: {name}"
     for key, value in entry.items():
         if key not in _LIST_KEYS:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, parse_json
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
@@ -32,7 +32,7 @@ class CaptionRules:
     caption_variants: int = 4
 
     @classmethod
-    def read(cls, basic: Mapping[str, Any] | Any) -> CaptionRules:
+    def read(cls, basic: JsonMapping | Any) -> CaptionRules:
         """Out of the configuration.
 
         Raises:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowSource, find_sources, rows_folder
@@ -46,7 +45,7 @@ class RowFile:
     """How often an epoch reads each row."""
     is_prior: bool = False
     """Whether the rows preserve the prior."""
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: JsonMapping = field(default_factory=dict)
     """Keys of `preprocess_parameters` about sizes that are others for these rows."""
     entry: str = ""
     """The entry of `dataset` that names it, as `mix.weights` calls it."""

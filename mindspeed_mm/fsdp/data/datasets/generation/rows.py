@@ -22,7 +22,7 @@ import numpy as np
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import (
     MediaLoader,
     check_remote_media_off,
@@ -68,7 +68,7 @@ class GenerationRow:
     fps: float | None = None
     height: int | None = None
     width: int | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: JsonMapping = field(default_factory=dict)
     """Columns that are none of the above."""
     roles: Mapping[str, str | bytes] = field(default_factory=dict)
     """Further media by their role, see `MediaRole`."""

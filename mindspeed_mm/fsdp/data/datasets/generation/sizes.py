@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.core.suggest import did_you_mean
@@ -159,7 +159,7 @@ def buckets_of(
         return Buckets(SizeSettings.read({**general, **file.sizes}, model_fps), geometry)
 
 
-def _given(preprocess: PreprocessParameters | Mapping[str, Any]) -> dict[str, Any]:
+def _given(preprocess: PreprocessParameters | JsonMapping) -> dict[str, Any]:
     """The keys of `SizeSettings` that are set."""
     return {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
 

@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
@@ -39,7 +39,7 @@ class PromptRow:
     """One prompt, with the row and the file that it comes from."""
 
     text: str
-    row: Mapping[str, Any]
+    row: JsonMapping
     """All of its columns, which rewards are given."""
     place: str
     """`prompts.txt:7`."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import TextPositions
@@ -194,7 +194,7 @@ class TurnWriter:
         return self._tokens.encode(text, ())[0].tolist() if text else []  # type: ignore[no-any-return]
 
 
-def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
+def _voices_of(row: JsonMapping, place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
     """Codes of the voices that a row gives; None where it says nothing of voices.
 
     Raises:
