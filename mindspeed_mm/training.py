@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-def forward_step(data_iterator: Iterator[Mapping[str, object]], model: nn.Module) -> tuple[Any, UserFunction]:
+def forward_step(data_iterator: Iterator[Mapping[str, object]], model: nn.Module) -> tuple[object, UserFunction]:
     """The suite's own: handed to `pretrain` as it is, the engine computes the loss that the configuration names, under
     every parallel plan. Called by a function of yours, it returns what the model returns and its loss.
 

@@ -30,7 +30,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
     worded = [each for each in all_fields(kind) if each.declared.words is not None]
     shortened = [each for each in all_fields(kind) if each.declared.short_forms]
 
-    def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
+    def decorate(command: Callable[[Kind], object]) -> Callable[..., object]:
         @functools.wraps(command)
         def called(**values: object) -> Any:
             for each in worded:
@@ -47,7 +47,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
                 request = at_checkpoint(request)
             return command(request)
 
-        with_options: Callable[..., Any] = called
+        with_options: Callable[..., object] = called
         # click lists parameters in the reverse order in which decorators are applied.
         for each in reversed(all_fields(kind)):
             with_options = _parameter(each)(with_options)
@@ -63,7 +63,7 @@ def given_names() -> frozenset[str]:
     return frozenset(n for n in names if context.get_parameter_source(n) is ParameterSource.COMMANDLINE)
 
 
-def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _parameter(each: RequestField) -> Callable[[Callable[..., object]], Callable[..., object]]:
     declared = each.declared
     if declared.is_argument:
         settings: JsonObject = {"type": _type_of(each), "metavar": declared.metavar}
@@ -89,7 +89,7 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
     made = click.option(*filter(None, spellings), each.name, **settings)
 
-    def with_short_forms(command: Callable[..., object]) -> Callable[..., Any]:
+    def with_short_forms(command: Callable[..., object]) -> Callable[..., object]:
         for flag, (_, help_text) in declared.short_forms.items():
             # A name of its own: click gives an option without a value that of the last one with the same name.
             command = click.option(flag, _name_of(flag), is_flag=True, help=help_text)(command)

@@ -323,7 +323,7 @@ def _put_patterns(reading: Reading, key: str, node: Node) -> None:
         if reading.is_generator and item.value in ("ae", "text_encoder", "image_encoder", "diffusion"):
             continue  # the folder's other parts stand outside of the model that is trained
         patterns |= dict.fromkeys(patterns_of(item.value, reading.names), item.place)
-    nodes: list[Any] = [Node(pattern, place) for pattern, place in patterns.items()]
+    nodes: list[object] = [Node(pattern, place) for pattern, place in patterns.items()]
     if nodes:
         reading.draft.replace(key, Node(nodes, node.place), node.place)
 

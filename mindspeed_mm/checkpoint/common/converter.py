@@ -69,7 +69,7 @@ class Converter:
             Converter.registry[cls.__name__] = cls
 
     @classmethod
-    def subcommands(cls) -> dict[str, Callable[..., Any]]:
+    def subcommands(cls) -> dict[str, Callable[..., object]]:
         """Public methods that the subclass, or one between it and this class, defines; by name."""
         found: dict[str, Callable[..., Any]] = {}
         for ancestor in reversed(cls.__mro__[: cls.__mro__.index(Converter)]):

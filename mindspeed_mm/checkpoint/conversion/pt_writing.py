@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
         tensor, storage = obj.tensor, _Storage(len(self.entries), obj.tensor)
         self.entries.append(obj)
         stride = torch.empty(tensor.shape, device="meta").stride()
-        laid_out: tuple[Any, ...] = (storage, 0, tuple(tensor.shape), stride, False, OrderedDict())
+        laid_out: tuple[object, ...] = (storage, 0, tuple(tensor.shape), stride, False, OrderedDict())
         if tensor.dtype in _TYPED:
             return _rebuild_tensor_v2, laid_out
         return _rebuild_tensor_v3, (*laid_out, tensor.dtype)

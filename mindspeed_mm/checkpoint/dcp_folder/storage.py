@@ -39,7 +39,7 @@ class _TruthfulFileSystem(FileSystem):
     """Raises the operating system's error."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[object]:
         with os_errors_told(Path(path)), super().create_stream(path, mode) as stream:
             yield stream
 
@@ -52,7 +52,7 @@ class _HashingFileSystem(FileSystem):
         """By the names of the files, of those that are complete."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[object]:
         with os_errors_told(Path(path)), HashedFile(Path(path)) as stream:
             yield stream
         self.records[Path(path).name] = stream.record
@@ -100,7 +100,7 @@ class _NamingFileSystem(FileSystem):
     """Names the file whose content torch cannot read. Its own words name none, and advise to let the file run code."""
 
     @contextmanager
-    def create_stream(self, path: object, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: object, mode: str) -> Iterator[object]:
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream

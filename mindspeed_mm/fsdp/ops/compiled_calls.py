@@ -76,7 +76,7 @@ class CountedBackend:
 
         return run
 
-    def _compile(self, graph: object, inputs: Sequence[object]) -> Callable[..., Any]:
+    def _compile(self, graph: object, inputs: Sequence[object]) -> Callable[..., object]:
         from torch._dynamo import lookup_backend  # see `most_graphs`
 
         backend = lookup_backend(self._name)

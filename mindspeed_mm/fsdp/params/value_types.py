@@ -62,7 +62,7 @@ class Section(BaseModel):
                 values[name] = hide(value, name)
         return values
 
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+    def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
         for name, value in super().__repr_args__():
             yield name, hide(value, name or "")
 

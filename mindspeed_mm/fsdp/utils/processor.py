@@ -343,7 +343,7 @@ def check_processor_settings(folder: Path) -> None:
             )
 
 
-def _faults(settings: Mapping[str, object], section: str = "") -> Iterator[tuple[str, Any, str]]:
+def _faults(settings: Mapping[str, object], section: str = "") -> Iterator[tuple[str, object, str]]:
     """(key, value, what it should be) of every number that cannot be used."""
     for key, value in settings.items():
         if isinstance(value, dict):

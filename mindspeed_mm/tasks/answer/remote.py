@@ -202,7 +202,7 @@ def _names_of(content: Any) -> list[str]:
     return names
 
 
-def _with_media(messages: Sequence[JsonObject], media: Sequence[MediaItem]) -> list[dict[str, Any]]:
+def _with_media(messages: Sequence[JsonObject], media: Sequence[MediaItem]) -> list[dict[str, object]]:
     """Messages as servers take them: files in place of the marks that stand for them, in order."""
     sources = iter(media)
     found = []

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +201,7 @@ class RowLook:
         *,
         decode: bool,
         specials: tuple[str, ...] = (),
-        check_sample: Callable[[Any], None] | None = None,
+        check_sample: Callable[[object], None] | None = None,
         collate: Collator | None = None,
     ) -> None:
         self.dataset, self._decode = dataset, decode

@@ -83,7 +83,7 @@ class OpenedData:
         processor = self.processor()
         return tokenizer_of(processor) if processor is not None else None
 
-    def sample_check(self) -> Callable[[Any], None] | None:
+    def sample_check(self) -> Callable[[object], None] | None:
         """What raises `DataError` for a sample that training refuses; None: the rows are read here."""
         if self.dataset.has_rows:
             return None

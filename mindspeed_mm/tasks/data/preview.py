@@ -180,7 +180,7 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
 
 def _show_row(
     dataset: MMDataset,
-    check_sample: Callable[[Any], None] | None,
+    check_sample: Callable[[object], None] | None,
     collate: Collator | None,
     index: int,
     reader: TokenReader,

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -384,5 +383,5 @@ def _spread_samples(model: nn.Module, plan: Path) -> None:
     model.register_forward_pre_hook(_ask, with_kwargs=True, prepend=True)
 
 
-def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[Any, JsonObject]:
+def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[object, JsonObject]:
     return args, {**inputs, CONTEXT_KEY: True}

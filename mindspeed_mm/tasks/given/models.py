@@ -184,5 +184,5 @@ def _answer_in_parts(asked: Asked) -> object:
     return unified.answer(request)
 
 
-ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer_in_parts}
+ANSWERS: dict[ModelKind, Callable[[Asked], object]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer_in_parts}
 """Kind of model → what it makes of a prompt or of rows."""

@@ -235,7 +235,7 @@ Outcome = Mapping[str, Any] | Told
 Conversion = Callable[[PeerSetup, PeerRow, Any], Outcome]
 CONVERSIONS: dict[str, Conversion] = {}
 """Name in the table's column `how` → what it does with a value."""
-DEFAULTS: dict[str, Callable[[PeerSetup], Any]] = {}
+DEFAULTS: dict[str, Callable[[PeerSetup], object]] = {}
 """Name in the table's column `default` → the tool's default for these settings; None where there is none."""
 
 
@@ -249,10 +249,10 @@ def conversion(name: str) -> Callable[[Conversion], Conversion]:
     return register
 
 
-def default_of(name: str) -> Callable[[Callable[[PeerSetup], Any]], Callable[[PeerSetup], Any]]:
+def default_of(name: str) -> Callable[[Callable[[PeerSetup], object]], Callable[[PeerSetup], object]]:
     """Register a default that follows from other settings."""
 
-    def register(function: Callable[[PeerSetup], Any]) -> Callable[[PeerSetup], Any]:
+    def register(function: Callable[[PeerSetup], object]) -> Callable[[PeerSetup], object]:
         DEFAULTS[name] = function
         return function
 

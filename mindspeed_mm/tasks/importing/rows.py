@@ -72,7 +72,7 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     path = draft.file_of(name)
     if path is None:
         return no(f"{name} is not here: list its files in basic_parameters.dataset")
-    entries: list[Any] = []
+    entries: list[object] = []
     for title, entry in read_file(path).tree.items():
         if not isinstance(entry, dict) or "path" not in entry:
             raise ConfigError("a data set without a path", where=str(path), key=title, way_out="Write path: FILE.")
@@ -89,7 +89,7 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     return {key_of(row): entries[0] if len(entries) == 1 else entries}
 
 
-def texts_or_entries(sets: object) -> list[Any]:
+def texts_or_entries(sets: object) -> list[object]:
     """The entries of `dataset`: a list as it is, or the names in a text."""
     return sets if isinstance(sets, list) else [each.strip() for each in str(sets).split(",")]
 
@@ -295,7 +295,7 @@ def trl_mixture(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":sw_dataset")
 def sw_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's names: `HF::owner/name:subset#1000`, or a file."""
-    entries: list[Any] = []
+    entries: list[object] = []
     for word in value if isinstance(value, list) else [value]:
         name, _, most = str(word).partition("#")
         name = name.removeprefix("HF::").removeprefix("MS::").removeprefix("hf::").removeprefix("ms::")

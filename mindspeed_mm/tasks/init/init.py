@@ -436,7 +436,7 @@ def given_keys(overrides: Sequence[str]) -> JsonObject:
     return found
 
 
-def _leaves(values: object, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(values: object, prefix: str) -> Iterator[tuple[str, object]]:
     if not isinstance(values, Mapping) or not values:
         yield prefix, values
         return

@@ -115,7 +115,7 @@ class FeatureRecord:
 _NAMES = tuple(entry.name for entry in fields(FeatureRecord))
 
 
-def _as_pair(value: Sequence[object]) -> tuple[str, Any]:
+def _as_pair(value: Sequence[object]) -> tuple[str, object]:
     """dtype and shape, or file and name in it; lists of JSON become tuples. Raises `ValueError` for anything else."""
     first, second = value
     return str(first), tuple(second) if isinstance(second, list) else str(second)

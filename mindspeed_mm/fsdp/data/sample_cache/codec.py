@@ -170,10 +170,10 @@ class _Reader:
             return torch.from_numpy(self.array("int16", shape, stored, start)).view(torch.bfloat16)
         return torch.from_numpy(self.array(dtype, shape, stored, start))
 
-    def list_(self, parts: list[Plan]) -> list[Any]:
+    def list_(self, parts: list[Plan]) -> list[object]:
         return [self.build(part) for part in parts]
 
-    def tuple_(self, parts: list[Plan]) -> tuple[Any, ...]:
+    def tuple_(self, parts: list[Plan]) -> tuple[object, ...]:
         return tuple(self.build(part) for part in parts)
 
     def media(self, parts: list[Plan]) -> MediaFeatures:
@@ -185,7 +185,7 @@ class _Reader:
         return self._place + rest
 
 
-_READ: dict[str, Callable[..., Any]] = {
+_READ: dict[str, Callable[..., object]] = {
     "dict": _Reader.dict_,
     "list": _Reader.list_,
     "tuple": _Reader.tuple_,

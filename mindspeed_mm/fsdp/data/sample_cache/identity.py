@@ -105,14 +105,14 @@ class SampleKeys:
         content = json.dumps(self._content(sample), ensure_ascii=True, default=_of_bytes)
         return hashlib.blake2b(content.encode(), digest_size=KEY_BYTES).digest()
 
-    def _content(self, sample: Sample) -> list[Any]:
+    def _content(self, sample: Sample) -> list[object]:
         media = []
         for item in sample.media:
             media.append((item.kind, item.source, list(map(self._facts, _names(item)))))
         rejected = None if sample.rejected is None else self._content(sample.rejected)
         return [sample.messages, sample.weights, media, sample.tools, sample.text, rejected]
 
-    def _facts(self, name: str) -> list[Any]:
+    def _facts(self, name: str) -> list[object]:
         """What the file system says of a medium; of a folder, of all in it."""
         path = os.path.join(self._folder, name)  # noqa: PTH118 (a million times at a start)
         try:

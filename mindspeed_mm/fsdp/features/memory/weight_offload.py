@@ -9,7 +9,6 @@ forward pass holds on to weights that have left. What is trained stays on the de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +72,7 @@ class WeightTraffic:
         self._blocks: list[_Block] = []
         self._latest = -1
 
-    def join(self, module: nn.Module) -> Callable[..., Any]:
+    def join(self, module: nn.Module) -> Callable[..., object]:
         """Add the block that runs behind those added before; returns its forward."""
         number, forward = len(self._blocks), module.forward
         self._blocks.append(_Block(module, self._copies))

@@ -144,7 +144,7 @@ class ReleaseUse:
     """Further arguments of the pipeline."""
 
 
-def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], Any]) -> ReleaseUse:
+def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], object]) -> ReleaseUse:
     """The entries that fit a folder as one; of two that say something of the same, the later counts.
 
     Args:

@@ -109,7 +109,7 @@ def tell_transformers() -> None:
     AutoConfig.register(InternVLChatConfig.model_type, InternVLChatConfig, exist_ok=True)
     AutoModelForImageTextToText.register(InternVLChatConfig, InternVLChatModel, exist_ok=True)
     AutoProcessor.register(InternVLChatConfig, InternVLChatProcessor, exist_ok=True)
-    rules: list[Any] = [WeightRenaming(f"^{released}", own) for released, own in _NAMES.items()]
+    rules: list[object] = [WeightRenaming(f"^{released}", own) for released, own in _NAMES.items()]
     for kind in ("weight", "bias"):
         parts = [f"attention.{name}_proj.{kind}" for name in "qkv"]
         rules.append(WeightConverter(f"attention.qkv.{kind}", parts, operations=[Chunk(dim=0)]))

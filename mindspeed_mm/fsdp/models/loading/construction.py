@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 
-def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
+def resolve_class(model_args: ModelArguments) -> tuple[object, object]:
     """The class to build and the configuration to build it from."""
     trusted = model_args.trust_remote_code
     if model_args.model_id is None:

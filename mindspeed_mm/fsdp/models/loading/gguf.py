@@ -85,7 +85,7 @@ def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bo
     return not_finite
 
 
-def _read(path: Path, key: str) -> tuple[Any, Any]:
+def _read(path: Path, key: str) -> tuple[object, object]:
     """The model in fp32 and its tokenizer, by transformers."""
     prepare_for_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer  # seconds to import

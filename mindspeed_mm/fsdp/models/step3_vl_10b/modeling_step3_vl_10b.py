@@ -160,7 +160,7 @@ def tell_transformers() -> None:
     AutoModelForImageTextToText.register(StepVLConfig, StepVLForConditionalGeneration, exist_ok=True)
     AutoImageProcessor.register(StepVLConfig, fast_image_processor_class=StepVLImageProcessor, exist_ok=True)
     AutoProcessor.register(StepVLConfig, Step3VLProcessor, exist_ok=True)
-    rules: list[Any] = [WeightRenaming(rf"^{released}\.", f"{own}.") for released, own in _NAMES.items()]
+    rules: list[object] = [WeightRenaming(rf"^{released}\.", f"{own}.") for released, own in _NAMES.items()]
     register_checkpoint_conversion_mapping(StepVLConfig.model_type, rules, overwrite=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Step3p7ImageProcessor, Step3p7Processor
@@ -52,7 +51,7 @@ class Step3VLProcessor(Step3p7Processor):
     @classmethod
     def _get_arguments_from_pretrained(
         cls, pretrained_model_name_or_path: str, processor_dict: Mapping[str, object] | None = None, **kwargs: object
-    ) -> list[Any]:
+    ) -> list[object]:
         folder = Path(pretrained_model_name_or_path)
         if (folder / "preprocessor_config.json").is_file() or "image_processor" in (processor_dict or {}):
             return super()._get_arguments_from_pretrained(folder, processor_dict, **kwargs)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import Problem
@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.params.inference_args import InferenceArguments
 from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
 from mindspeed_mm.fsdp.params.value_types import show
 
-_DATASET: dict[str, tuple[Any, ...]] = {
+_DATASET: dict[str, tuple[object, ...]] = {
     "basic_parameters.streaming": (False,),
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),
@@ -63,7 +63,7 @@ INSTEAD: dict[str, str] = {
 }
 """Key → what to do instead, where that is more than to leave it out."""
 
-BUILT_VALUES: dict[str, tuple[Any, ...]] = {
+BUILT_VALUES: dict[str, tuple[object, ...]] = {
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **_below("data.dataset_param", _DATASET),

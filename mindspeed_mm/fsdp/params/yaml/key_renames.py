@@ -40,7 +40,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
 )
 """(other name, name here), applied from top to bottom without a word."""
 
-SWITCHES: tuple[tuple[str, str, Mapping[bool, Any]], ...] = (
+SWITCHES: tuple[tuple[str, str, Mapping[bool, object]], ...] = (
     ("model.use_triton_gdn", "model.gdn_implementation", {True: "triton", False: "eager"}),
     *((f"{rows}.attr.packing", f"{rows}.basic_parameters.packing", {True: True}) for rows in _DATASETS),
     *((f"{rows}.attr.pretrain", f"{rows}.basic_parameters.stage", {True: "pretrain"}) for rows in _DATASETS),

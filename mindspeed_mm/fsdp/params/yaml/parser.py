@@ -285,7 +285,7 @@ def _fraction(text: str) -> float:
     return _FLOATS[text.lower()] if text.lower() in _FLOATS else float(text.replace("_", ""))
 
 
-_SCALARS: dict[str, Callable[[str], Any]] = {
+_SCALARS: dict[str, Callable[[str], object]] = {
     "str": str,
     "timestamp": str,
     "null": lambda text: None,

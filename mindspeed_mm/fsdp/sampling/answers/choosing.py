@@ -259,12 +259,12 @@ def _follower(choice: TokenChoice, start: RowStart, grammars: Grammars | None) -
     return grammars.follower(grammar, start.asked, thinks=start.thinks)
 
 
-def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | None) -> list[Any]:
+def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | None) -> list[object]:
     """transformers' own processors, in the order in which `generate` applies them; those that requests may add stand
     where vLLM has them."""
     from transformers import generation as made  # seconds
 
-    filters: list[Any] = []
+    filters: list[object] = []
     if choice.steering.logit_bias:
         filters.append(Biases(choice.steering.logit_bias))
     if choice.repetition_penalty != 1:

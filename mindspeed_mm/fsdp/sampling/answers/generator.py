@@ -391,7 +391,7 @@ class Generator:
             from transformers import GenerationMixin
 
             return partial(GenerationMixin.generate, self.model, guidance_scale=None)
-        loop: Callable[..., Any] = self.model.generate
+        loop: Callable[..., object] = self.model.generate
         return loop
 
     def start(self, row: LiveAnswer, longest: int) -> RowStart:

@@ -102,7 +102,7 @@ def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[JsonOb
     return {"role": "user", "content": pieces}, [waiting[kind].pop(0) for kind in marked]
 
 
-def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, Any]]:
+def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, object]]:
     """The content of a turn whose text marks no media."""
     if not media:
         return text

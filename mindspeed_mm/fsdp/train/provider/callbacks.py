@@ -42,7 +42,7 @@ class Callbacks:
     data_provider: Callable[..., Any] | None = None
     """`()` or `(num_samples)`: returns one to three of loader, data set, iterator or None: training, validation,
     test."""
-    forward_step: Callable[..., Any] | None = None
+    forward_step: Callable[..., object] | None = None
     """`(data_iterator, model)`: returns the model's output, and a function that makes the loss of it."""
 
     def build_model(self) -> nn.Module:

@@ -167,7 +167,7 @@ class ProvidedLoader:
             steps += 1
             yield [self._prepare(batch) for batch in step]
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self) -> Iterator[object]:
         """Micro-batches of this rank, epoch after epoch; `position` is behind the one that was yielded last."""
         epoch, skip = self.position.epoch, self.position.index // self.deal.dp_size
         if positions_itself(self._source):

@@ -92,7 +92,7 @@ def unpacked_path(record: JsonMapping) -> Trajectories:
     return path
 
 
-def _packed(tensor: torch.Tensor) -> list[Any]:
+def _packed(tensor: torch.Tensor) -> list[object]:
     array = tensor.contiguous().numpy()
     return [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode("ascii")]
 

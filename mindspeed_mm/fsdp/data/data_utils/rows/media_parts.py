@@ -259,7 +259,7 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
 
     settle_placeholders(sample, counts, is_lost, draws=draws)
     media = [part for part in _parts_of(sample.messages) if part["type"] != "text"]
-    taken: dict[MediaKind, Iterator[Any]] = {}
+    taken: dict[MediaKind, Iterator[object]] = {}
     for kind, (name, sources) in columns.items():
         placeholders = sum(part["type"] == kind and "source" not in part for part in media)
         if placeholders != len(sources):
@@ -308,7 +308,7 @@ def _parts_of(messages: Sequence[JsonMapping]) -> Iterator[JsonObject]:
             yield from message["content"]
 
 
-def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
+def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[object]]:
     """The name of a kind's column, and the sources in it."""
     configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
     usual = _USUAL_COLUMNS[kind]

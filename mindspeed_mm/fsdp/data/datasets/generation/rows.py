@@ -147,7 +147,7 @@ class GenerationRows(Sequence[GenerationRow]):
         most: int | None = None,
         *,
         may_skip: bool = False,
-        look: Callable[[GenerationRow], Any] | None = None,
+        look: Callable[[GenerationRow], object] | None = None,
         rules: CaptionRules | None = None,
         roles: Sequence[MediaRole] = (),
     ) -> None:
@@ -237,7 +237,7 @@ class GenerationRows(Sequence[GenerationRow]):
             told_roles={name: file.told(each) for name, each in row.roles.items()},
         )
 
-    def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
+    def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], object]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
         seen: set[int] = set()
         faults: list[DataError] = []
@@ -266,7 +266,7 @@ class GenerationRows(Sequence[GenerationRow]):
 
 def read_rows(
     basic: BasicParameters,
-    look: Callable[[GenerationRow], Any] | None = None,
+    look: Callable[[GenerationRow], object] | None = None,
     files: Sequence[RowFile] | None = None,
     roles: Sequence[MediaRole] = (),
 ) -> GenerationRows:
@@ -514,7 +514,7 @@ def _check_not_null(
 
 def _taken_field(
     row: JsonObject, named: str | None, usual: Sequence[str], place: RowLocation, what: str
-) -> tuple[str, Any]:
+) -> tuple[str, object]:
     tried = _tried(named, usual)
     for name in tried:
         if name in row:
