@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
 from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -170,9 +170,9 @@ def _pictures_of(batch: Batch) -> list[torch.Tensor]:
     return [piece.view(3, height, width) for piece, (height, width) in zip(pieces, sizes, strict=True)]
 
 
-def check_unified_loss(arguments: Arguments) -> None:
+def check_unified_loss(training: TrainingArguments, features: FeatureArguments) -> None:
     """Raise `ConfigError` for what a model that answers and draws is not trained with."""
-    loss_cfg, diffusion = arguments.features.loss_cfg, arguments.training.diffusion
+    loss_cfg, diffusion = features.loss_cfg, training.diffusion
     if loss_cfg.loss_type not in (None, "default", "per_token_loss", "per_sample_loss"):
         raise ConfigError(
             f"'{loss_cfg.loss_type}' is not built for models that answer and draw",

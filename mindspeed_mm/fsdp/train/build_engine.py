@@ -105,7 +105,8 @@ def build_engine(
         meter=assembled.utilisation.meter,
         loss_scale=build_loss_scale(arguments.parallel, arguments.training),
         norm_average=None if decay is None else NormAverage(decay),
-        late=job.device.type != "cpu" and not why_steps_wait(arguments, optimizer, ema, job.device),
+        late=job.device.type != "cpu"
+        and not why_steps_wait(arguments.parallel, arguments.training, arguments.posttrain, optimizer, ema, job.device),
     )
 
 
@@ -118,7 +119,12 @@ def _memory_report(
 
 
 def why_steps_wait(
-    arguments: Arguments, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device
+    parallel: ParallelArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    device: torch.device,
 ) -> str:
     """Why the host must know the numbers of each step before it goes on, for which it waits on an accelerator; empty
     where it need not.
@@ -131,11 +137,11 @@ def why_steps_wait(
     """
     if not (isinstance(optimizer, ShardedAdamW) and optimizer.can_leave_out_on(device)):
         return f"{kind_of(optimizer)} as it is configured cannot leave out an update on the device"
-    if build_loss_scale(arguments.parallel, arguments.training) is not None:
+    if build_loss_scale(parallel, training) is not None:
         return "the next step needs its loss scale"
-    if arguments.posttrain.method == "dmd":
+    if posttrain.method == "dmd":
         return "the critic is trained in front of each update"
-    if draws_samples(arguments.posttrain) or (ema is not None and not ema.is_result):
+    if draws_samples(posttrain) or (ema is not None and not ema.is_result):
         return "the next step needs a policy that follows it"
     return ""
 

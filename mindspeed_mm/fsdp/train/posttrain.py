@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective, ReferencePolicy
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import (
@@ -53,7 +53,7 @@ def build_pair_objective(arguments: Arguments, assembled: Assembled, job: Job, d
     if reference_kind(arguments) == "stored":
         sets = [each for each in (data.train, data.validation) if each is not None]
         reference = StoredReference(opened_reference(arguments, sets))
-    return _pairs(arguments, assembled.model, head, reference, models)
+    return _pairs(arguments.posttrain, assembled.model, head, reference, models)
 
 
 def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job, data: RunData) -> Objective:
@@ -72,17 +72,17 @@ def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss
     """The same for one step without data; a frozen reference, which needs memory of its own, is left out."""
     assert head is not None
     switches = reference_kind(arguments) == "adapters_off"
-    return _pairs(arguments, model, head, AdaptersOff(head) if switches else None, [model])
+    return _pairs(arguments.posttrain, model, head, AdaptersOff(head) if switches else None, [model])
 
 
 def _pairs(
-    arguments: Arguments,
+    posttrain: PosttrainArguments,
     model: nn.Module,
     head: HeadLoss,
     reference: ReferencePolicy | None,
     models: Iterable[nn.Module],
 ) -> Objective:
-    return PairObjective(model, head, arguments.posttrain.dpo, reference, RepeatedMedia(*models))
+    return PairObjective(model, head, posttrain.dpo, reference, RepeatedMedia(*models))
 
 
 def _live_reference(

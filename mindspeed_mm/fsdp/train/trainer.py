@@ -321,7 +321,14 @@ class Trainer:
         """Say why the host waits for every step, where it does. On a CPU there is nothing to wait for."""
         if engine.device.type == "cpu":
             return
-        reason = why_steps_wait(self.arguments, engine.optimizer, engine.ema, engine.device)
+        reason = why_steps_wait(
+            self.arguments.parallel,
+            self.arguments.training,
+            self.arguments.posttrain,
+            engine.optimizer,
+            engine.ema,
+            engine.device,
+        )
         first = engine.iteration + 1
         if not reason and first + 1 < engine.last_step:
             for hook in engine.hooks:

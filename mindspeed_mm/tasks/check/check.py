@@ -265,10 +265,10 @@ class _Check:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
         from mindspeed_mm.fsdp.train.hooks.profiles import build_memory_profile_hook, build_time_profile_hook
 
-        tools = self.config.arguments.tools
-        ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
-        for build in (build_memory_profile_hook, build_time_profile_hook):
-            build(self.config.arguments, 0, ranks, lambda _note: None)
+        run = self.config.arguments
+        ranks = self.nproc or 1 + max(0, *run.tools.profile.ranks, *run.tools.memory_profile.dump_ranks)
+        build_memory_profile_hook(run, 0, ranks, lambda _note: None)
+        build_time_profile_hook(run, 0, ranks, lambda _note: None)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -380,7 +380,9 @@ class _Check:
 
         arguments = self.config.arguments
         kind = kind_of_folder(arguments.model.model_name_or_path)
-        self._collect([partial(rewards_with_servers, arguments, kind), partial(check_server, arguments)])
+        self._collect(
+            [partial(rewards_with_servers, arguments.posttrain, kind), partial(check_server, arguments.posttrain)]
+        )
         dataset = open_prompts(arguments.data, arguments.training)
         order = build_rollout_order(arguments, self._data_share(), dataset)
         self._keep_data(dataset, order)
@@ -390,7 +392,9 @@ class _Check:
             self.batch = first_blanks(arguments.data, arguments.training)
             return
         longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
-        self.batch = first_answers(arguments, self.dataset, prompts, longest)
+        self.batch = first_answers(
+            arguments.data, arguments.training, arguments.posttrain, self.dataset, prompts, longest
+        )
 
     def _stored_reference(self, sets: list[MMDataset]) -> None:
         """The reference's log-probabilities are there, and are of these weights and rows."""

@@ -37,6 +37,7 @@ _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
 """In a pattern: certain layers, which a model with fewer may lack."""
 _LORA = "training.lora."
+_SCRATCH = "model.train_from_scratch"
 REFUSALS = (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError)
 """How a model's class says that it cannot be had in these sizes."""
 
@@ -68,7 +69,7 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
     room = Room(sizes.pp * chunks, sizes.tp, sizes.ep)
     config = _config_of(arguments.model)
     if config is None:
-        yield _from_scratch(arguments), ("weights: random, from the seed; the model is not made small",)
+        yield with_value(arguments, _SCRATCH, True), ("weights: random, from the seed; the model is not made small",)
         return
     wanted = [shrink(config, room), shrink(config, room, widths=False), Shrunk(dict(config), {})]
     for number, small in enumerate(wanted):
@@ -78,7 +79,7 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
         lines = (*_lines(changes), "weights: random, from the seed")
         if _kind(arguments.model) is UNIFIED:
             lines += ("VAE: few features, random weights",)
-        yield fitting(_from_scratch(made), lines)
+        yield fitting(with_value(made, _SCRATCH, True), lines)
 
 
 def real_model(arguments: Arguments, folder: Path) -> Candidate:
@@ -172,10 +173,6 @@ def _with_config(
     atomic_write_text(folder / "config.json", json.dumps(config))
     update = {"model_name_or_path": str(folder)}
     return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
-
-
-def _from_scratch(arguments: Arguments) -> Arguments:
-    return arguments.model_copy(update={"model": arguments.model.model_copy(update={"train_from_scratch": True})})
 
 
 def _link_others(source: Path, folder: Path, parts: Sequence[str]) -> None:

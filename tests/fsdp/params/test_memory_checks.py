@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.plan import memory_problems
 from tests.fsdp.params.test_checks import arguments
 
@@ -51,8 +53,12 @@ REENTRANT = "features.recompute_plan.use_reentrant"
     ],
     ids=str,
 )
+def problems_of(run: Arguments) -> list[Problem]:
+    return list(memory_problems(run.model, run.data, run.parallel, run.features))
+
+
 def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, message: str) -> None:
-    (problem,) = memory_problems(arguments(values))
+    (problem,) = problems_of(arguments(values))
     assert problem.key == key and message in problem.what and problem.way_out
 
 
@@ -70,4 +76,4 @@ def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, messag
     ids=str,
 )
 def test_nothing_to_say(values: dict[str, Any]) -> None:
-    assert list(memory_problems(arguments(values))) == []
+    assert problems_of(arguments(values)) == []

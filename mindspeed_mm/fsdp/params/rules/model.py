@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import (
-    Arguments,
     FeatureArguments,
     ModelArguments,
     ParallelArguments,
@@ -76,11 +75,11 @@ def multi_token_problems(
 _LORA = "training.lora"
 
 
-def lora_problems(arguments: Arguments) -> Iterator[Problem]:
+def lora_problems(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
     """What adapters cannot do as the configuration stands."""
-    if arguments.training.lora.enable:
-        yield from _of_the_base(arguments.training.lora)
-        yield from _of_the_plan(arguments.parallel, arguments.training)
+    if training.lora.enable:
+        yield from _of_the_base(training.lora)
+        yield from _of_the_plan(parallel, training)
 
 
 def _of_the_base(lora: LoraArguments) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import (
-    Arguments,
     DataArguments,
     FeatureArguments,
     ModelArguments,
@@ -172,14 +171,16 @@ WEIGHTS = "features.enable_weight_offload"
 _SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
 
 
-def memory_problems(arguments: Arguments) -> Iterator[Problem]:
+def memory_problems(
+    model: ModelArguments, data: DataArguments, parallel: ParallelArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     """What breaks a configuration that trades time for memory; nothing where it does not."""
-    if arguments.features.recompute:
-        yield from _results_can_be_kept(arguments.model, arguments.features)
-    if arguments.features.enable_chunk_mbs:
-        yield from _rows_can_be_sliced(arguments.data, arguments.parallel, arguments.features)
-    if arguments.features.enable_weight_offload:
-        yield from _weights_can_wait(arguments.parallel, arguments.features)
+    if features.recompute:
+        yield from _results_can_be_kept(model, features)
+    if features.enable_chunk_mbs:
+        yield from _rows_can_be_sliced(data, parallel, features)
+    if features.enable_weight_offload:
+        yield from _weights_can_wait(parallel, features)
 
 
 def memory_notes(data: DataArguments, training: TrainingArguments, features: FeatureArguments) -> Iterator[Problem]:

@@ -393,7 +393,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
-        rewards_with_servers(arguments, GENERATOR, job.device),
+        rewards_with_servers(arguments.posttrain, GENERATOR, job.device),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,
