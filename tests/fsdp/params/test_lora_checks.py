@@ -13,6 +13,10 @@ from mindspeed_mm.fsdp.params.rules.model import lora_problems
 TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 
 
+def problems_of(run: Arguments) -> list[Problem]:
+    return list(lora_problems(run.parallel, run.training))
+
+
 @pytest.mark.parametrize(
     ("lora", "parallel", "key", "words"),
     [
@@ -26,10 +30,6 @@ TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
         ({"init_lora_weights": "eva"}, PP, "init_lora_weights", "pipeline_parallel_size: 1"),
     ],
 )
-def problems_of(run: Arguments) -> list[Problem]:
-    return list(lora_problems(run.parallel, run.training))
-
-
 def test_refusals(lora: dict[str, Any], parallel: dict[str, Any], key: str, words: str) -> None:
     (problem,) = problems_of(tree(lora, parallel))
     assert problem.key == f"training.lora.{key}" and words in problem.way_out

@@ -16,6 +16,10 @@ SLICES = {"features.enable_chunk_mbs": True, "training.micro_batch_size": 4}
 REENTRANT = "features.recompute_plan.use_reentrant"
 
 
+def problems_of(run: Arguments) -> list[Problem]:
+    return list(memory_problems(run.model, run.data, run.parallel, run.features))
+
+
 @pytest.mark.parametrize(
     ("values", "key", "message"),
     [
@@ -53,10 +57,6 @@ REENTRANT = "features.recompute_plan.use_reentrant"
     ],
     ids=str,
 )
-def problems_of(run: Arguments) -> list[Problem]:
-    return list(memory_problems(run.model, run.data, run.parallel, run.features))
-
-
 def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, message: str) -> None:
     (problem,) = problems_of(arguments(values))
     assert problem.key == key and message in problem.what and problem.way_out
