@@ -65,7 +65,8 @@ def engine_on(device: torch.device, arguments: Arguments, total_steps: int) -> T
         device=device,
         loader=NoLoader(),
         towers=assembled.applied.towers,
-        late=device.type != "cpu" and not why_steps_wait(arguments, optimizer, None, device),
+        late=device.type != "cpu"
+        and not why_steps_wait(arguments.parallel, arguments.training, arguments.posttrain, optimizer, None, device),
     )
 
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.python_words import word_for_python
 from mindspeed_mm.tasks.given.arguments import (
     check_counts,
@@ -310,7 +311,7 @@ def evaluate(
     from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
     in_memory = is_in_memory(rows)
-    asked: dict[str, Any] = {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
+    asked: JsonObject = {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
     asked |= {"out": optional_path(out, "out"), "max_new_tokens": max_new_tokens, "batch_size": batch_size}
     asked |= {"lora": optional_path(lora, "lora"), "config": optional_path(config, "config")}
     if in_memory:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
@@ -47,7 +47,7 @@ def evaluate() -> None:
     )
     drawn = Path(section.get("save_path", "samples"))
     if config.get("need_inference", True):
-        settings: dict[str, Any] = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
+        settings: JsonObject = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
         settings = {name: value for name, value in settings.items() if name not in ("prompts", "prompts_file")}
         settings |= {"num_samples": extra.get("samples_per_prompt", _SAMPLES)}
         model, transformer = generator_of(translated.arguments)

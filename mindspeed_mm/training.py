@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.arguments import fill_absent, parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.run_ownership import leaving_no_unbegun_run
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 
-def forward_step(data_iterator: Iterator[Mapping[str, Any]], model: nn.Module) -> tuple[Any, UserFunction]:
+def forward_step(data_iterator: Iterator[Mapping[str, object]], model: nn.Module) -> tuple[object, UserFunction]:
     """The suite's own: handed to `pretrain` as it is, the engine computes the loss that the configuration names, under
     every parallel plan. Called by a function of yours, it returns what the model returns and its loss.
 
@@ -83,7 +84,7 @@ def pretrain(
     forward_step_func: UserFunction,
     process_non_loss_data_func: UserFunction | None = None,
     extra_args_provider: UserFunction | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: JsonMapping | None = None,
 ) -> None:
     """Train as the flags of this process say, with functions of your own.
 
@@ -208,7 +209,7 @@ def train(
 
 def train_step(
     forward_step_func: UserFunction,
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[object],
     model: Models,
     optimizer: object,
     opt_param_scheduler: object,

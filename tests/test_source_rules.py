@@ -222,6 +222,53 @@ def test_a_reading_is_found(source: str) -> None:
     assert readings(source)
 
 
+# --- commands that people copy ---------------------------------------------------------------------------------------
+
+_COMMAND = re.compile(r"(?:^|\W)(?:mm [a-z]+|bash|source)(?: [a-z]+)?(?: --[\w-]+(?: [\w-]+)*)? $")
+_PATH = re.compile(r"path|folder|file|place|source|script|config|model|out|save|run|dir|name")
+
+
+def unquoted_words(source: str) -> list[str]:
+    """Paths that follow the words of a command in a formatted text, and do not come from `quoted`."""
+    tree = ast.parse(source)
+    named = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("quoted(")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = []
+    for text in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
+        for before, word in zip(text.values, text.values[1:], strict=False):
+            if isinstance(before, ast.Constant) and isinstance(word, ast.FormattedValue):
+                shown = ast.unparse(word.value)
+                is_safe = shown.startswith("quoted(") or shown in named or shown == "card.name"
+                if _COMMAND.search(before.value) and _PATH.search(shown) and not is_safe:
+                    found.append(shown)
+    return found
+
+
+def test_a_command_that_is_told_can_be_copied() -> None:
+    """A path with a blank or a quote in it is one word for the shell that people paste the command into."""
+    found = {path.name: words for path in SOURCES if (words := unquoted_words(path.read_text(encoding="utf-8")))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("f'next: mm chat {folder}'", True),
+        ("f'next: mm chat {quoted(folder)}'", False),
+        ("f'Write it: mm export {self.path} OUT'", True),
+        ("run = quoted(save)\nf'mm report {run}'", False),
+        ("f'mm infer found {count} rows'", False),
+    ],
+)
+def test_a_word_that_is_not_quoted_is_found(source: str, is_found: bool) -> None:
+    assert bool(unquoted_words(source)) == is_found
+
+
 # --- size ------------------------------------------------------------------------------------------------------------
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Region, Sliced
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a code stand for; the fourth is the sign."""
@@ -163,12 +164,12 @@ def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], 
 # --- the formats ------------------------------------------------------------------------------------------------------
 
 
-def _without(stored: Mapping[str, LazyTensor], *ends: str) -> dict[str, LazyTensor]:
+def _without_scales(stored: Mapping[str, LazyTensor], *ends: str) -> dict[str, LazyTensor]:
     return {key: tensor for key, tensor in stored.items() if not key.endswith(ends)}
 
 
 def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, ".weight_scale_inv")
+    found = _without_scales(stored, ".weight_scale_inv")
     for key, scales in stored.items():
         name = key.removesuffix("_scale_inv")
         codes = stored.get(name)
@@ -186,7 +187,7 @@ def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) ->
 _FUSED = re.compile(r"model\.(?:mtp\.layers\.\d+|layers\.(\d+))\.self_attn\.qkv_proj\.weight")
 
 
-def _of_ranks(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], rule: Quantization) -> dict[str, LazyTensor]:
+def _of_ranks(stored: Mapping[str, LazyTensor], config: JsonMapping, rule: Quantization) -> dict[str, LazyTensor]:
     """Queries, keys and values in one matrix, whose rows lie as ranks of tensor parallelism hold them, as many as there
     are key heads: each rank's queries, keys and values, in blocks of its own. MiMo-V2.5 is released so (vLLM, pull
     request 57508). They are put in order here; none where a folder has them in order, or apart."""
@@ -216,7 +217,7 @@ def _of_ranks(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], rule:
 
 
 def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, "_blocks", "_scales")
+    found = _without_scales(stored, "_blocks", "_scales")
     for key, blocks in stored.items():
         name = key.removesuffix("_blocks")
         scales = stored.get(f"{name}_scales")
@@ -230,7 +231,7 @@ def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: s
 def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
     if rule.is_float:
         return _of_packed_floats(stored, where)
-    found = _without(stored, ".weight_packed", ".weight_scale", ".weight_shape")
+    found = _without_scales(stored, ".weight_packed", ".weight_scale", ".weight_shape")
     for key, codes in stored.items():
         name = key.removesuffix("_packed")
         scales, shape = stored.get(f"{name}_scale"), stored.get(f"{name}_shape")
@@ -246,7 +247,7 @@ def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: st
 
 
 def _of_packed_floats(stored: dict[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
-    found = _without(stored, ".weight_packed", ".weight_scale")
+    found = _without_scales(stored, ".weight_packed", ".weight_scale")
     for key, codes in stored.items():
         name = key.removesuffix("_packed")
         scales = stored.get(f"{name}_scale")

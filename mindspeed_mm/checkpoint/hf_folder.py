@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE, find_entries, h
 from mindspeed_mm.core.errors import ModelFolderError, first_names
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -211,7 +210,7 @@ def _index_text(shards: Mapping[str, Iterable[str]], total_bytes: int, parameter
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def model_config(folder: Path, way_out: str = "Name the model's own folder.") -> dict[str, Any]:
+def model_config(folder: Path, way_out: str = "Name the model's own folder.") -> JsonObject:
     """A model folder's config.json.
 
     Args:

@@ -89,7 +89,7 @@ class KeyRule:
         Raises:
             ModelFolderError: A source is absent, or shapes do not fit the operations.
         """
-        _check_complete(self, columns)
+        _check_sources(self, columns)
         keys: list[str] = []
         work: list[Column] = []
         for matches in columns:
@@ -116,12 +116,12 @@ class KeyRule:
         """The tensors of a target pattern: one, or as many as a placeholder that only the targets have deals out."""
         dealt = [name for name in _names([pattern]) if name not in values]
         if not dealt and len(column) == 1:
-            return {_fill(pattern, values): column[0]}
+            return {_filled_pattern(pattern, values): column[0]}
         if len(dealt) != 1:
             raise ValueError(f"{len(column)} tensors for the one target {pattern}")
         made: dict[str, LazyTensor] = {}
         for i, tensor in enumerate(column):
-            made[_fill(pattern, {**values, dealt[0]: str(i)})] = tensor
+            made[_filled_pattern(pattern, {**values, dealt[0]: str(i)})] = tensor
         return made
 
     def __repr__(self) -> str:
@@ -305,7 +305,7 @@ def _covers(wide: str, narrow: str) -> bool:
         for match in _PLACEHOLDER.finditer(narrow):
             if match[2]:
                 values[match[1]] = ".".join([values[match[1]]] * parts)
-        if not regex.fullmatch(_fill(narrow, values)):
+        if not regex.fullmatch(_filled_pattern(narrow, values)):
             return False
     return True
 
@@ -339,11 +339,11 @@ def _names(patterns: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _fill(pattern: str, values: Mapping[str, str]) -> str:
+def _filled_pattern(pattern: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
-def _check_complete(rule: KeyRule, columns: list[list[KeyMatch]]) -> None:
+def _check_sources(rule: KeyRule, columns: list[list[KeyMatch]]) -> None:
     present = next(chain.from_iterable(columns)).key
     for pattern, column in zip(rule.sources, columns, strict=True):
         if not column:

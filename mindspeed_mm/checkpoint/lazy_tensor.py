@@ -403,11 +403,11 @@ def _check_same_dtype(parts: Sequence[LazyTensor], what: str) -> None:
     first = parts[0]
     for other in parts:
         if other.dtype != first.dtype:
-            both = f"{first.dtype}{_key_of(first)} and {other.dtype}{_key_of(other)}"
+            both = f"{first.dtype}{_key_words(first)} and {other.dtype}{_key_words(other)}"
             raise ValueError(f"cannot {what} tensors of different types, {both}")
 
 
-def _key_of(tensor: LazyTensor) -> str:
+def _key_words(tensor: LazyTensor) -> str:
     key = next(stored_keys(tensor), None)
     return f" ({key})" if key else ""
 

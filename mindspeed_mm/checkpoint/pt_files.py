@@ -26,7 +26,7 @@ def load_weights(path: Path) -> Any:
         CheckpointError: The file is missing, broken, or asks for anything beyond tensors and plain containers.
     """
     try:
-        return _load(path)
+        return _load_quietly(path)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except Exception as error:  # foreign bytes: torch's readers raise whatever they stumble over
@@ -67,7 +67,7 @@ def find_unsafe_globals(path: Path) -> list[str]:
         raise ValueError(str(error)) from error
 
 
-def _load(path: Path) -> Any:
+def _load_quietly(path: Path) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path) or None)

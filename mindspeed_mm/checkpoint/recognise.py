@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.core.suggest import where_else
+from mindspeed_mm.core.terminal import quoted
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
 """`hf` is what a library's `from_pretrained` takes: a model of transformers, a generator in diffusers' layout, or its
@@ -109,7 +110,7 @@ def check_folder_exists(path: Path, error: type[MMError] = CheckpointError) -> N
 def _unknown(path: Path) -> CheckpointError:
     if is_cosyvoice3_release(path):
         what = "is the release of CosyVoice3, of which a model folder is made"
-        way_out = f"Make one: mm convert {path} FOLDER."
+        way_out = f"Make one: mm convert {quoted(path)} FOLDER."
     elif any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
         what = "is a DeepSpeed checkpoint"
         way_out = "Turn it into a Hugging Face folder with its own zero_to_fp32.py first."

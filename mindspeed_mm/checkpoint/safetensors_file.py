@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         ModelFolderError: The file is empty, cut, a Git LFS pointer, a web page, holds a key twice or has a header that
             does not describe its bytes.
     """
-    file_bytes = _size(file)
+    file_bytes = _file_size(file)
     with file.open("rb") as stream:
         header = _parse(_header_text(stream, file, file_bytes), file)
         data_bytes = file_bytes - stream.tell()
@@ -86,7 +86,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError as error:
@@ -114,9 +114,9 @@ def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
     return stream.read(length)
 
 
-def _parse(text: bytes, file: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+def _parse(text: bytes, file: Path) -> JsonObject:
+    def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
+        found: JsonObject = {}
         for name, value in pairs:
             if name in found:
                 raise _damaged(file, f"the header holds the key '{name}' twice")

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, step_in
 from mindspeed_mm.checkpoint.dequantized import dequantized
@@ -28,7 +27,7 @@ names them: PEFT's wrapper, and its own."""
 
 
 @contextmanager
-def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapping[str, LazyTensor]]:
+def open_stored(folder: Path, config: Mapping[str, object] | None) -> Iterator[Mapping[str, LazyTensor]]:
     """A folder's tensors by the hub's names, open for the length of the `with` block. Those that are kept in few bits
     are numbers here. Of a generator with two transformers, the names of each stand behind that of its folder.
 

@@ -137,7 +137,7 @@ def loading_steps(
         prefix = f"{model.base_model_prefix}."
         return name if target.startswith(prefix) else name.removeprefix(prefix)
 
-    steps = _steps(model, tensors, rename, converters)
+    steps = _rule_steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     _STORED_NAMES[model] = {renamed(key): key for key in tensors}
     return steps
@@ -177,7 +177,7 @@ def saving_steps(
     def stored_name(key: str) -> str:
         return stored_names.get(key) or rename_source_key(key, renamings, [])[0]
 
-    steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
+    steps = _rule_steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
     return [step.with_targets(stored_name) for step in steps]
 
 
@@ -206,7 +206,7 @@ def _used_rules(model: PreTrainedModel) -> list[WeightTransform] | None:
     return getattr(model, "_weight_conversions", None)
 
 
-def _steps(
+def _rule_steps(
     model: PreTrainedModel,
     tensors: Mapping[str, LazyTensor],
     rename: Callable[[str], tuple[str, str | None]],

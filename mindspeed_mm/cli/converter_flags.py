@@ -12,9 +12,10 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Union, get_args, get_origin
 
 from mindspeed_mm.core.errors import ConfigError, Problem, UsageError, count_problems
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def flags_of(method: Subcommand) -> dict[str, ConverterFlag]:
     described = _argument_help(method)
     found: dict[str, ConverterFlag] = {}
     for name, parameter in _parameters(method).items():
-        section = _model_of(parameter.annotation)
+        section = _section_class(parameter.annotation)
         if section is None:
             found[name] = ConverterFlag(parameter.annotation, parameter.default, described.get(name, ""))
         else:
@@ -75,7 +76,7 @@ def _section_flags(prefix: str, section: type[BaseModel], *, is_required: bool) 
     found: dict[str, ConverterFlag] = {}
     for name, field in section.model_fields.items():
         flag = f"{prefix}.{name}"
-        inner = _model_of(field.annotation)
+        inner = _section_class(field.annotation)
         required = is_required and field.is_required()
         if inner is not None:
             found |= _section_flags(flag, inner, is_required=required)
@@ -98,7 +99,7 @@ def _members(annotation: object) -> tuple[object, ...]:
     return (annotation,)
 
 
-def _model_of(annotation: object) -> type[BaseModel] | None:
+def _section_class(annotation: object) -> type[BaseModel] | None:
     """The pydantic model of an annotation, also of an optional one."""
     from pydantic import BaseModel
 
@@ -144,7 +145,7 @@ def parse_flags(
         flag, equals, value = remaining.pop().partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         name = (other_names or {}).get(name, name)
-        _check_known(flag, name, fields, command)
+        _check_field(flag, name, fields, command)
         if not equals:
             if remaining and not remaining[-1].startswith("--"):
                 value = remaining.pop()
@@ -174,7 +175,7 @@ def of_environment(fields: Mapping[str, ConverterFlag], prefix: str) -> Values:
     return given
 
 
-def _check_known(flag: str, name: str, fields: Collection[str], command: str) -> None:
+def _check_field(flag: str, name: str, fields: Collection[str], command: str) -> None:
     if not flag.startswith("--"):
         raise UsageError(f"'{flag}' is not a flag", way_out=f"Flags begin with two dashes. See {command} --help.")
     if name not in fields and not _is_section(name, fields):
@@ -252,7 +253,7 @@ def validated(method: Subcommand, given: Mapping[str, object], command: str) -> 
     from pydantic import ConfigDict, ValidationError, create_model
 
     parameters = _parameters(method)
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name, parameter in parameters.items():
         default = ... if parameter.default is _REQUIRED else parameter.default
         fields[name] = parameter.annotation, default
@@ -296,7 +297,7 @@ def _missing(path: list[str], method: Subcommand) -> list[Problem]:
     parameter, *inside = path
     annotation: object = _parameters(method)[parameter].annotation
     for part in inside:
-        section = _model_of(annotation)
+        section = _section_class(annotation)
         assert section is not None  # pydantic looked for a field in it
         annotation = section.model_fields[part].annotation
     flags = flags_of(method)
@@ -312,7 +313,7 @@ def _missing(path: list[str], method: Subcommand) -> list[Problem]:
 
 def _needs(name: str, annotation: object) -> Iterator[list[str]]:
     """Flags that a parameter cannot do without, each with those that would do in its place."""
-    section = _model_of(annotation)
+    section = _section_class(annotation)
     if section is None:
         yield [name]
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from mindspeed_mm.cli.requests import takes
-from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.core.terminal import quoted, say, say_json
 from mindspeed_mm.tasks import download
 from mindspeed_mm.tasks.requests.measure import DownloadRequest
 
@@ -29,4 +29,4 @@ def command(request: DownloadRequest) -> None:
         say_json({"name": request.name, "folder": str(folder)})
         return
     say(f"{request.name}: {folder}")
-    say(f"next: set model.model_name_or_path: {folder} in a YAML, or try it: mm chat {folder}")
+    say(f"next: set model.model_name_or_path: {folder} in a YAML, or try it: mm chat {quoted(folder)}")

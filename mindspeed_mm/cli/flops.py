@@ -54,9 +54,9 @@ def as_text(found: FlopsReport) -> str:
         "",
         *_table(found),
         "",
-        f"a step, causal attention: {_short(_model(found.causal))}; full: {_short(_model(found.full))}",
-        f"a token: {_short(_model(found.causal) / found.tokens)}; a sample: "
-        f"{_short(_model(found.causal) / found.samples)}",
+        f"a step, causal attention: {_flops_words(_model(found.causal))}; full: {_flops_words(_model(found.full))}",
+        f"a token: {_flops_words(_model(found.causal) / found.tokens)}; a sample: "
+        f"{_flops_words(_model(found.causal) / found.samples)}",
     ]
     if found.uncounted:
         lines.append(f"not counted, because its FLOPs are not known: {', '.join(found.uncounted)}")
@@ -72,7 +72,7 @@ def _table(found: FlopsReport) -> list[str]:
     total = {"module": "total", "kind": "", **found.causal, "share": 1.0}
     table = [("module", "kind", "forward", "backward", "again", "share")]
     for row in [*found.rows, total]:
-        forward, backward, again = map(_short, (row["forward"], row["backward"], row["recompute"]))
+        forward, backward, again = map(_flops_words, (row["forward"], row["backward"], row["recompute"]))
         table.append((str(row["module"]), str(row["kind"]), forward, backward, again, f"{row['share']:.1%}"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
@@ -87,7 +87,7 @@ def _model(flops: dict[str, float]) -> float:
     return flops["forward"] + flops["backward"]
 
 
-def _short(flops: float) -> str:
+def _flops_words(flops: float) -> str:
     """1.2e12 → `1.20 TFLOP`; `-` where there are none."""
     if not flops:
         return "-"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from mindspeed_mm.cli.requests import takes
-from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.core.terminal import quoted, say, say_json
 from mindspeed_mm.tasks.requests.init import InitRequest
 
 EXAMPLES = """
@@ -41,4 +41,4 @@ def command(request: InitRequest) -> None:
     say(f"{made.config}: {made.way}; {made.rows:,} rows")
     for note in made.notes:
         say(f"  {note}")
-    say(f"next: mm data preview {made.config}, then bash {made.script}")
+    say(f"next: mm data preview {quoted(made.config)}, then bash {quoted(made.script)}")

@@ -144,7 +144,7 @@ def run(words: list[str]) -> int:
         return ExitCode.OK
     built = converter(**built_with)
     built.examine = _same_logits
-    return _call(built, name, method, words[2:], as_json=as_json)
+    return _run_subcommand(built, name, method, words[2:], as_json=as_json)
 
 
 def _same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
@@ -171,7 +171,7 @@ def _constructor_words(converter: type[Converter], words: list[str]) -> tuple[Va
     return validated(build, given, command), [words[0], *words[end:]]
 
 
-def _call(converter: Converter, name: str, method: Subcommand, words: list[str], *, as_json: bool) -> int:
+def _run_subcommand(converter: Converter, name: str, method: Subcommand, words: list[str], *, as_json: bool) -> int:
     flags_given = [word for word in words if word.partition("=")[0] != "--print_config"]
     printing = len(flags_given) < len(words)
     files, words = taken("--config", flags_given)
@@ -268,7 +268,7 @@ def _overview() -> str:
     lines = {name: text for name, (_, text) in CONVERTERS.items()}
     if "mindspeed_mm.checkpoint.common.converter" in sys.modules:  # plugins import it; the help alone does not
         for name, converter in _registry().items():
-            lines.setdefault(name, _first_line(converter))
+            lines.setdefault(name, _summary_of(converter))
     lines |= dict.fromkeys(PLANNED, "Planned: this family is not built yet.")
     return f"{USAGE}\nConverters:\n{_table(lines)}\n\n{EXAMPLES}"
 
@@ -276,11 +276,11 @@ def _overview() -> str:
 def _converter_help(converter: type[Converter]) -> str:
     usage = f"Usage: mm-convert {converter.__name__} SUBCOMMAND [--flag value]..."
     title = inspect.cleandoc(converter.__doc__ or "")
-    lines = {name: _first_line(method) for name, method in converter.subcommands().items()}
+    lines = {name: _summary_of(method) for name, method in converter.subcommands().items()}
     return "\n".join([usage, "", title, "", "Subcommands:", _table(lines)])
 
 
-def _first_line(documented: object) -> str:
+def _summary_of(documented: object) -> str:
     return (documented.__doc__ or "").strip().partition("\n")[0]
 
 

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.request import Request, RequestField, all_fields, request_of
 
 Kind = TypeVar("Kind", bound=Request)
@@ -29,9 +30,9 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
     worded = [each for each in all_fields(kind) if each.declared.words is not None]
     shortened = [each for each in all_fields(kind) if each.declared.short_forms]
 
-    def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
+    def decorate(command: Callable[[Kind], object]) -> Callable[..., object]:
         @functools.wraps(command)
-        def called(**values: Any) -> Any:
+        def called(**values: object) -> Any:
             for each in worded:
                 yes, _ = each.declared.words or ("", "")
                 values[each.name] = values[each.name] == yes
@@ -46,7 +47,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
                 request = at_checkpoint(request)
             return command(request)
 
-        with_options: Callable[..., Any] = called
+        with_options: Callable[..., object] = called
         # click lists parameters in the reverse order in which decorators are applied.
         for each in reversed(all_fields(kind)):
             with_options = _parameter(each)(with_options)
@@ -62,10 +63,10 @@ def given_names() -> frozenset[str]:
     return frozenset(n for n in names if context.get_parameter_source(n) is ParameterSource.COMMANDLINE)
 
 
-def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _parameter(each: RequestField) -> Callable[[Callable[..., object]], Callable[..., object]]:
     declared = each.declared
     if declared.is_argument:
-        settings: dict[str, Any] = {"type": _type_of(each), "metavar": declared.metavar}
+        settings: JsonObject = {"type": _type_of(each), "metavar": declared.metavar}
         if each.is_multiple:
             settings |= {"nargs": -1, "required": each.default is MISSING}
         elif each.default is not MISSING:
@@ -88,7 +89,7 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
     made = click.option(*filter(None, spellings), each.name, **settings)
 
-    def with_short_forms(command: Callable[..., Any]) -> Callable[..., Any]:
+    def with_short_forms(command: Callable[..., object]) -> Callable[..., object]:
         for flag, (_, help_text) in declared.short_forms.items():
             # A name of its own: click gives an option without a value that of the last one with the same name.
             command = click.option(flag, _name_of(flag), is_flag=True, help=help_text)(command)
@@ -101,7 +102,7 @@ def _name_of(flag: str) -> str:
     return flag.strip("-").replace("-", "_")
 
 
-def _type_of(each: RequestField) -> Any:
+def _type_of(each: RequestField) -> object:
     declared = each.declared
     if each.choices or declared.words is not None:
         return click.Choice(list(declared.words or each.choices))
@@ -110,7 +111,7 @@ def _type_of(each: RequestField) -> Any:
     if str in each.types:
         return click.STRING
     if int in each.types:
-        low, high = _whole(declared.least), _whole(declared.most)
+        low, high = _whole_number(declared.least), _whole_number(declared.most)
         return click.INT if low is None and high is None else click.IntRange(low, high)
     if float in each.types:
         least = declared.above if declared.least is None else declared.least
@@ -120,11 +121,11 @@ def _type_of(each: RequestField) -> Any:
     raise TypeError(f"an option of the types {each.types}")
 
 
-def _whole(number: float | None) -> int | None:
+def _whole_number(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 
-def _finite(_context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+def _finite(_context: click.Context, parameter: click.Parameter, value: object) -> object:
     """Refuse nan and inf, which are floats to click."""
     for number in value if isinstance(value, tuple) else (value,):
         if number is not None and not math.isfinite(number):

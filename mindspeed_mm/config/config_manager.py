@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -31,7 +30,7 @@ class ConfigManager:
         self,
         config_class: type = Arguments,
         config_file_path: str | Path | None = None,
-        additional_args: Mapping[str, Any] | None = None,
+        additional_args: Mapping[str, object] | None = None,
         allow_cli_override: bool = True,
         **_options: bool,
     ) -> None:

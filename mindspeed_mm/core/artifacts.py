@@ -18,11 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.drafts import boot_id, draft_file, remove_dead_files
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 SAMPLES_MANIFEST = "samples.jsonl"
 """Beside what a run drew while it was trained."""
@@ -90,7 +89,7 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
     """Append JSON objects, each as one line. Numbers that JSON lacks (NaN, infinities) become null.
 
     A line that a crash has cut short stays on its own line; readers skip what does not parse.
@@ -108,7 +107,7 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -118,7 +117,7 @@ def _finite(value: object) -> Any:
     return value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """The objects of a JSONL file that is written while a run goes on; a line that a crash cut short is left out."""
     if not path.exists():
         return []

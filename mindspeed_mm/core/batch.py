@@ -134,7 +134,7 @@ TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "prompts"})
 """What a loss is taken from; a batch holds one of them."""
 
 
-def first_of(inputs: Mapping[str, Any], keys: Iterable[str]) -> Any:
+def first_of(inputs: Mapping[str, object], keys: Iterable[str]) -> Any:
     """The value of the first of these keys that there is; None where there is none of them."""
     for key in keys:
         if key in inputs:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.folder_kinds import kind_above
 from mindspeed_mm.core.folder_writing import resolve_output
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 PAGE_MARK = '<meta name="generator" content="mindspeed-mm">'
 """In the head of every page of ours."""
@@ -159,7 +159,7 @@ def any_of(*kinds: IsOurs) -> IsOurs:
     return lambda head: any(is_ours(head) for is_ours in kinds)
 
 
-def _object_in(content: bytes) -> dict[str, Any] | None:
+def _object_in(content: bytes) -> JsonObject | None:
     try:
         record = parse_json(content)
     except ValueError:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 MARKER = ".mindspeed-mm-folder"
 """File that tells a folder which one of our writers made; without a suffix, so that no library takes it for its own."""
@@ -26,7 +26,7 @@ _NS_OF_A_SECOND = 1_000_000_000
 _MODEL_FILES = ("model_index.json", "adapter_config.json")
 
 
-def read_marker(folder: Path) -> dict[str, Any] | None:
+def read_marker(folder: Path) -> JsonObject | None:
     """The content of a folder's marker; None when it has none that is ours."""
     content = _read_json(folder / MARKER)
     is_ours = isinstance(content, dict) and content.get("format") == MARKER_FORMAT
@@ -77,7 +77,7 @@ def is_touched(folder: Path) -> bool:
     return bool(foreign_entries(folder) or changed_entries(folder))
 
 
-def _listed(folder: Path) -> dict[str, Any] | list[Any]:
+def _listed(folder: Path) -> JsonObject | list[Any]:
     entries = (read_marker(folder) or {}).get("entries")
     return entries if isinstance(entries, dict | list) else []
 

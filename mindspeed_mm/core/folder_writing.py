@@ -139,13 +139,13 @@ def _keeps_original(target: Path) -> bool:
 
 def _refuse_in_place(target: Path, keep: bool) -> None:
     if not target.is_dir():
-        raise _refused(target, "is not a folder", "Name the folder that is converted.")
+        raise _refusal(target, "is not a folder", "Name the folder that is converted.")
     if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
-        raise _refused(target, "cannot be replaced while it is a mount point or the working directory")
+        raise _refusal(target, "cannot be replaced while it is a mount point or the working directory")
     if is_run(target) or is_checkpoint(target):
-        raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
+        raise _refusal(target, "is a run folder" if is_run(target) else "is a checkpoint")
     if keep and os.path.lexists(backup := backup_of(target)):
-        raise _refused(backup, "already exists, and the original is kept under this name", "Move it elsewhere first.")
+        raise _refusal(backup, "already exists, and the original is kept under this name", "Move it elsewhere first.")
 
 
 def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path] = ()) -> Path:
@@ -205,41 +205,41 @@ def _refuse_place(target: Path, sources: Sequence[Path]) -> None:
                 how = "is"
             elif target in source.parents:
                 how = "holds"
-            raise _refused(target, f"{how} the input, {source}")
+            raise _refusal(target, f"{how} the input, {source}")
     if (above := kind_above(target)) is not None:
-        raise _refused(target, f"lies in {above[0]}, {above[1]}")
+        raise _refusal(target, f"lies in {above[0]}, {above[1]}")
     working = Path.cwd()
     if target == working or target in working.parents:
-        raise _refused(target, "is the working directory" if target == working else "holds the working directory")
+        raise _refusal(target, "is the working directory" if target == working else "holds the working directory")
     if os.path.ismount(target):
-        raise _refused(target, "is a mount point, which cannot be replaced", f"Name a folder in it: {target / 'model'}")
+        raise _refusal(target, "is a mount point, which cannot be replaced", f"Name a folder in it: {target / 'model'}")
 
 
 def _refuse_occupied(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
-        raise _refused(target, "is a file, not a folder")
+        raise _refusal(target, "is a file, not a folder")
     if not target.is_dir() or not any(target.iterdir()):
         return
     if is_run(target) or is_checkpoint(target):
-        raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
+        raise _refusal(target, "is a run folder" if is_run(target) else "is a checkpoint")
     foreign = foreign_entries(target)
     if foreign:
         what = "file or folder" if len(foreign) == 1 else "files or folders"
-        raise _refused(target, f"holds {len(foreign)} {what} that no mm command wrote there ({_some(foreign)})")
+        raise _refusal(target, f"holds {len(foreign)} {what} that no mm command wrote there ({_some(foreign)})")
     changed = changed_entries(target)
     if changed:
         files = "file" if len(changed) == 1 else "files"
-        raise _refused(
+        raise _refusal(
             target,
             f"holds {len(changed)} {files} that, by size or date, changed after an mm command wrote there "
             f"({_some(changed)})",
             "Choose another folder, or delete this one yourself if nothing in it is needed.",
         )
     if not overwrite:
-        raise _refused(target, "the target exists", "Choose another folder, or add --overwrite to replace it.")
+        raise _refusal(target, "the target exists", "Choose another folder, or add --overwrite to replace it.")
 
 
-def _refused(target: Path, why: str, way_out: str = "Choose another folder.") -> UsageError:
+def _refusal(target: Path, why: str, way_out: str = "Choose another folder.") -> UsageError:
     return UsageError(why, where=str(target), way_out=way_out)
 
 
@@ -312,7 +312,7 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         fsync_path(target.parent)
         if touched := foreign_entries(former) or changed_entries(former):
             swap_folders(former, target, draft)
-            raise _refused(target, f"'{touched[0]}' was added or changed in the meantime")
+            raise _refusal(target, f"'{touched[0]}' was added or changed in the meantime")
         with suppress(PermissionError):  # what somebody has made read-only is left to him: the new one is in place
             remove_marked(former)
 
@@ -323,4 +323,4 @@ def _rename_to_free_name(draft: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        raise _refused(target, "another process wrote it in the meantime") from error
+        raise _refusal(target, "another process wrote it in the meantime") from error

@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import fsync_path, one_at_a_time
 from mindspeed_mm.core.drafts import DRAFT, FORMER, claimed, is_draft_file, named, remove_dead_files
 from mindspeed_mm.core.folder_kinds import MARKER, is_touched, read_marker
+from mindspeed_mm.core.json_file import JsonObject
 
 BACKUP = ".bak"
 """Suffix of the name under which the original of a conversion in place is kept."""
@@ -109,7 +109,7 @@ def _heal_draft(draft: Path) -> None:
         _remove_replaced(draft)
 
 
-def _put_back_original(parent: Path, marker: Mapping[str, Any]) -> None:
+def _put_back_original(parent: Path, marker: Mapping[str, object]) -> None:
     """Of a conversion in place that was killed between two renames."""
     original = marker.get(ORIGINAL_KEY)
     if not isinstance(original, dict):
@@ -136,7 +136,7 @@ def _remove_replaced(folder: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _replaced_by(draft: Path) -> dict[str, Any] | None:
+def _replaced_by(draft: Path) -> JsonObject | None:
     """The marker of the folder beside it that was written under this name."""
     for folder in draft.parent.iterdir():
         if folder != draft and folder.is_dir() and not folder.is_symlink():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 
 JsonObject = dict[str, Any]
 """What stands between { and } in a JSON text."""
-
+JsonMapping = Mapping[str, Any]
+"""A JSON object, or a part of a configuration, that is only read."""
 
 _MOST_DIGITS = 300
 """Of a whole number: more than any float can hold."""

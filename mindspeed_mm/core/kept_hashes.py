@@ -121,7 +121,7 @@ class _KeptHash:
         """What is kept of the file as it is now; whatever else stands there does not count."""
         try:
             check, _, told = self._path.read_text(encoding="utf-8").partition(" ")
-            content = parse_json(told.encode()) if check == _digest(told) else {}
+            content = parse_json(told.encode()) if check == _entry_digest(told) else {}
         except (OSError, ValueError):
             return None
         is_same = content.get("path") == self._name and tuple(content.get("mark", ())) == self._mark
@@ -131,7 +131,7 @@ class _KeptHash:
         told = json.dumps({"path": self._name, "mark": self._mark, "sha256": found})
         try:
             with draft_file(self._folder) as draft:
-                draft.write_text(f"{_digest(told)} {told}", encoding="utf-8")
+                draft.write_text(f"{_entry_digest(told)} {told}", encoding="utf-8")
                 draft.replace(self._path)
             entries = list(self._folder.glob("*.json"))
             if len(entries) > _MOST_IN_A_FOLDER:
@@ -142,7 +142,7 @@ class _KeptHash:
             _log.debug("the hash of %s is not kept: %s", self._name, error)
 
 
-def _digest(text: str) -> str:
+def _entry_digest(text: str) -> str:
     """Of an entry: one that a crash has cut, or a disk has changed, is told."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -41,7 +41,7 @@ def explained_os_error(error: OSError) -> MMError | None:
     if error.errno is None:
         found = _SAFETENSORS.fullmatch(str(error))
         if found is not None:
-            return _why_unreadable(Path(found[1]))
+            return _missing_file_error(Path(found[1]))
     return None
 
 
@@ -72,7 +72,7 @@ def _removed_folder(path: str) -> MMError | None:
     return MachineError(what, where=str(folder), way_out=way_out)
 
 
-def _why_unreadable(path: Path) -> MMError | None:
+def _missing_file_error(path: Path) -> MMError | None:
     """Of a file that safetensors says is not there: that is its word for every file that it cannot open."""
     try:
         path.open("rb").close()

@@ -122,7 +122,7 @@ class Server:
     way_out: str = "See its log."
 
     def __post_init__(self) -> None:
-        parts = _parts_of(self.address)
+        parts = _address_parts(self.address)
         if parts is None:
             shown = REDACTED if "@" in self.address else f"'{self.address[:100]}'"
             way_out = "Give an address such as http://127.0.0.1:8000."
@@ -150,7 +150,7 @@ class Server:
         except OutboundError:  # it listens, and answers nothing but what it is made for
             pass
 
-    def ask(self, method: str, path: str = "", content: Any = None) -> Reply:
+    def ask(self, method: str, path: str = "", content: object = None) -> Reply:
         """Send a request and read the whole answer, whatever its status.
 
         Args:
@@ -165,7 +165,7 @@ class Server:
             return Reply(reply.status, b"".join(reply.blocks))
 
     def ask_json(
-        self, content: Any, read: Callable[[Any], T] = lambda value: value, *, path: str = "", retries: int = 0
+        self, content: object, read: Callable[[Any], T] = lambda value: value, *, path: str = "", retries: int = 0
     ) -> T:
         """Post JSON and return what `read` takes from the JSON of the answer.
 
@@ -208,11 +208,11 @@ class Server:
             return read(value)
         except _WRONG_ANSWER as error:
             shown = one_line(json.dumps(value, ensure_ascii=False))[:120]
-            raise self.failed(f"gives another answer than expected: {_reason(error)}, in {shown}") from error
+            raise self.failed(f"gives another answer than expected: {_reason_words(error)}, in {shown}") from error
 
     @contextmanager
     def stream(
-        self, method: str, path: str = "", content: Any = None, *, follow: bool = True
+        self, method: str, path: str = "", content: object = None, *, follow: bool = True
     ) -> Iterator[StreamedReply]:
         """Send a request; inside, the body of its answer can be read as it arrives.
 
@@ -264,7 +264,7 @@ class Server:
 
     @property
     def _parts(self) -> SplitResult:
-        parts = _parts_of(self.address)
+        parts = _address_parts(self.address)
         assert parts is not None
         return parts
 
@@ -304,7 +304,7 @@ class Server:
         url = proxies.get(parts.scheme) or proxies.get("all")
         if not url:
             return None
-        named = _parts_of(url if "://" in url else f"http://{url}")
+        named = _address_parts(url if "://" in url else f"http://{url}")
         if named is None:
             way_out = "Name one of http or https, or add the host to NO_PROXY."
             raise OutboundError("the proxy of the environment is not of http", where=self.shown, way_out=way_out)
@@ -350,16 +350,18 @@ class Server:
                 f"cannot be reached: no connection within {self.limits.total_s:g} s", Unreachable
             ) from error
         except httpcore2.ConnectError as error:
-            raise self.failed(f"cannot be reached: {_reason(error)}", Unreachable) from error
+            raise self.failed(f"cannot be reached: {_reason_words(error)}", Unreachable) from error
         except httpcore2.TimeoutException as error:
             silence = "" if self.limits.silence_s is None else f", or was silent for {self.limits.silence_s:g} s"
             raise self.failed(f"did not answer within {self.limits.total_s:g} s{silence}") from error
         except httpcore2.ProxyError as error:
-            raise self.failed(f"is not reached: the proxy of the environment refuses: {_reason(error)}") from error
+            raise self.failed(
+                f"is not reached: the proxy of the environment refuses: {_reason_words(error)}"
+            ) from error
         except (httpcore2.LocalProtocolError, httpcore2.UnsupportedProtocol) as error:
             raise self.failed("cannot be sent this request") from error
         except (httpcore2.ProtocolError, httpcore2.NetworkError, OSError) as error:
-            raise self.failed(f"did not answer in full: {_reason(error)}") from error
+            raise self.failed(f"did not answer in full: {_reason_words(error)}") from error
 
 
 def key_header(variable: str | None, option: str, header: str = "Authorization") -> dict[str, str]:
@@ -417,13 +419,13 @@ def _phrase(status: int) -> str:
     return HTTPStatus(status).phrase if status in set(HTTPStatus) else "it does not say why"
 
 
-def _reason(error: Exception) -> str:
+def _reason_words(error: Exception) -> str:
     reason = error.args[0] if error.args and isinstance(error.args[0], Exception) else error
     said = getattr(reason, "strerror", None) or str(reason)
     return one_line(f"{type(reason).__name__}: {said}" if isinstance(error, KeyError) or not said else said)
 
 
-def _parts_of(address: str) -> SplitResult | None:
+def _address_parts(address: str) -> SplitResult | None:
     """The parts of an address of http or https; None for any other text."""
     try:
         parts = urlsplit(address)
@@ -486,7 +488,7 @@ class _TimedStream(httpcore2.NetworkStream):
     ) -> httpcore2.NetworkStream:
         return _TimedStream(self._inner.start_tls(ssl_context, server_hostname, self._clock.left_s()), self._clock)
 
-    def get_extra_info(self, info: str) -> Any:
+    def get_extra_info(self, info: str) -> object:
         return self._inner.get_extra_info(info)
 
 

@@ -48,11 +48,15 @@ def problem_for_python(problem: Problem) -> Problem:
     named = _OPTION.fullmatch(problem.key)
     key = ARGUMENTS.get(named[1], problem.key) if named is not None else problem.key
     return replace(
-        problem, what=_sentence(problem.what), where=_place(problem.where), key=key, way_out=_sentence(problem.way_out)
+        problem,
+        what=_sentence(problem.what),
+        where=_python_place(problem.where),
+        key=key,
+        way_out=_sentence(problem.way_out),
     )
 
 
-def _place(where: str) -> str:
+def _python_place(where: str) -> str:
     """`--prompt:1` → `prompt`; a row that was in memory is told by its number."""
     prompt = _PLACE.fullmatch(where)
     if prompt is not None:

@@ -80,12 +80,12 @@ def is_secret_name(name: str) -> bool:
     return last == "key" and before not in _BEFORE_KEY
 
 
-def remember_secrets(value: Any, key: str = "") -> None:
+def remember_secrets(value: object, key: str = "") -> None:
     """Take the secrets of nested values, and a text under a secret key, out of every later text."""
     _known.update(text for text in secrets_in(value, key) if len(text) >= _SHORTEST)
 
 
-def secrets_in(value: Any, key: str = "") -> Iterator[str]:
+def secrets_in(value: object, key: str = "") -> Iterator[str]:
     """The texts that `redact` would take out whole."""
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -112,13 +112,13 @@ def without_passwords(text: str) -> str:
     return _IN_QUERY.sub(rf"\g<1>{REDACTED}", _IN_ADDRESS.sub(REDACTED, text))
 
 
-def redact(value: Any, key: str = "") -> Any:
+def redact(value: object, key: str = "") -> Any:
     """Nested dicts and lists without their secrets: values under secret keys whole, other strings as text."""
     hidden = hide(value, key)
     return _cleaned(hidden)
 
 
-def hide(value: Any, key: str = "") -> Any:
+def hide(value: object, key: str = "") -> object:
     """The same, of values under secret keys alone.
 
     Args:
@@ -132,7 +132,7 @@ def hide(value: Any, key: str = "") -> Any:
     return REDACTED if _hides(key, value) else value
 
 
-def without_credentials(value: Any) -> Any:
+def without_credentials(value: object) -> object:
     """Nested dicts and lists without what only opens a door: two configurations that differ in it alone are the same.
     Left out are secrets, headers, and where keys come from (`api_key_env`, `api_key_header`)."""
     if isinstance(value, Mapping):
@@ -157,14 +157,14 @@ def _key_of(holder: str, name: str) -> str:
     return holder if is_below else name
 
 
-def _hides(key: str, value: Any) -> bool:
+def _hides(key: str, value: object) -> bool:
     """Whether a value is secret. What is on or off, or not given, is no secret."""
     if value is None or isinstance(value, bool) or value == "":
         return False
     return key.lower() in HEADERS or is_secret_name(key)
 
 
-def _cleaned(value: Any) -> Any:
+def _cleaned(value: object) -> object:
     if isinstance(value, dict):
         return {name: _cleaned(item) for name, item in value.items()}
     if isinstance(value, list):

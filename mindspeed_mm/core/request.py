@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.core.suggest import did_you_mean
 
@@ -131,7 +132,7 @@ class RequestField:
         for each in value if self.is_multiple else (value,):
             self._check_one(each)
 
-    def _check_one(self, value: Any) -> None:
+    def _check_one(self, value: object) -> None:
         if self.types == (bool,):
             if not isinstance(value, bool):
                 way_out = f"Pass {self.name}=True or {self.name}=False."
@@ -171,7 +172,7 @@ class RequestField:
 class Request:
     """Base of requests: frozen dataclasses whose values are checked when one is made."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[JsonObject]
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -220,7 +221,7 @@ def all_fields(kind: type[Request]) -> list[RequestField]:
     return found
 
 
-def request_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def request_of(kind: type[Any], values: Mapping[str, object]) -> Any:
     """A request from flat values, in which those of its groups stand beside its own."""
     own = {each.name: values[each.name] for each in fields_of(kind) if each.name in values}
     inside = {name: request_of(inner, values) for name, inner in groups_of(kind).items()}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from mindspeed_mm.core.errors import Problem
 
@@ -23,6 +23,11 @@ _STYLE = re.compile(r"(\x1b\[(?:0|1|2|3[0-7]|4[0-7]|[34]8;2;\d{1,3};\d{1,3};\d{1
 def visible(text: str) -> str:
     """The text with its control characters as escapes; line ends and tabs stay."""
     return _CONTROL.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def quoted(word: object) -> str:
+    """One word of a command that people copy, such as a path with a blank, as a shell takes it."""
+    return shlex.quote(str(word))
 
 
 def say(text: object = "", *, err: bool = False, end: str = "\n", styled: bool = False) -> None:
@@ -45,7 +50,7 @@ def say(text: object = "", *, err: bool = False, end: str = "\n", styled: bool =
     print(shown.encode(encoding, "backslashreplace").decode(encoding), end=end, file=stream, flush=True)
 
 
-def say_json(value: Any, indent: int | None = None) -> None:
+def say_json(value: object, indent: int | None = None) -> None:
     """Print a value as JSON, on one line unless `indent` is given."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
     print(re.sub(r"[\x7f-\x9f\ud800-\udfff]", _as_json, text), flush=True)

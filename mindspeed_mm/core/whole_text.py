@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 
 HALF_CHARACTER = "a lone surrogate (half a character)"
 
 
-def has_lone_surrogate(value: Any) -> bool:
+def has_lone_surrogate(value: object) -> bool:
     """Whether a text, or one anywhere in a JSON value, holds half a character. Tokenisers and files take none."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
@@ -19,7 +18,7 @@ def has_lone_surrogate(value: Any) -> bool:
     return False
 
 
-def check_whole_characters(value: Any, where: str) -> None:
+def check_whole_characters(value: object, where: str) -> None:
     """Raise `DataError` when a JSON value, or a text, holds half a character."""
     if has_lone_surrogate(value):
         raise DataError(f"the text holds {HALF_CHARACTER}", where=where, way_out="Write the text as UTF-8.")

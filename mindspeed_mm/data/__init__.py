@@ -34,7 +34,7 @@ def build_mm_dataset(dataset_param: object = None) -> MMDataset | tuple[MMDatase
     return train if held_out is None else (train, held_out)
 
 
-def build_mm_dataloader(dataset: Any, dataloader_param: object = None, **_: object) -> MicroBatchLoader:
+def build_mm_dataloader(dataset: object, dataloader_param: object = None, **_: object) -> MicroBatchLoader:
     """The loader of this rank's micro-batches of a data set, in the order in which `mm train` reads it.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +48,6 @@ def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) ->
     return averaged / state.data_size
 
 
-def unwrap_model(model: Any, *_classes: Any) -> Any:
+def unwrap_model(model: object, *_classes: object) -> object:
     """The model, or each of a list: nothing wraps it here."""
     return model

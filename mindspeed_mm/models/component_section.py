@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
 
@@ -16,7 +17,7 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf
 """Other names of types in model.json → ours."""
 
 
-def section_of(config: Any) -> dict[str, Any]:
+def section_of(config: object) -> JsonObject:
     """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`.
 
     Raises:
@@ -30,14 +31,14 @@ def section_of(config: Any) -> dict[str, Any]:
     return dict(config.to_dict())
 
 
-def needed(section: Mapping[str, Any], key: str, name: str) -> Any:
+def needed(section: Mapping[str, object], key: str, name: str) -> Any:
     """The value of a key. Raises `ConfigError` where it is not given."""
     if section.get(key) is None:
         raise ConfigError("is not given", key=f"{name}.{key}", way_out="Add it to model.json.")
     return section[key]
 
 
-def folder_of(section: Mapping[str, Any], name: str) -> Path:
+def folder_of(section: Mapping[str, object], name: str) -> Path:
     """The folder that `from_pretrained` names.
 
     Raises:
@@ -56,7 +57,7 @@ def folder_of(section: Mapping[str, Any], name: str) -> Path:
     return folder
 
 
-def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:
+def dtype_of(section: Mapping[str, object], name: str) -> torch.dtype | None:
     """The type that `dtype` names; None where it is not given: as the weights are stored.
 
     Raises:
@@ -72,7 +73,7 @@ def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:
     return found
 
 
-def note_unread(section: Mapping[str, Any], read: Collection[str], name: str) -> None:
+def note_unread(section: JsonMapping, read: Collection[str], name: str) -> None:
     """Report keys that are given and have no effect."""
     unread = sorted(key for key, value in section.items() if key not in read and value is not None)
     if unread:

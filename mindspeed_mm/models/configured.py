@@ -73,7 +73,7 @@ def build_configured(config: Any = None) -> nn.Module:
     return ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
 
 
-def with_sized_folder(config: ResolvedConfig, sizes: Mapping[str, Any], where: str | None) -> ResolvedConfig:
+def with_sized_folder(config: ResolvedConfig, sizes: Mapping[str, object], where: str | None) -> ResolvedConfig:
     """The configuration with a folder of a model of these sizes, which is trained from scratch.
 
     Args:
@@ -97,7 +97,7 @@ def with_sized_folder(config: ResolvedConfig, sizes: Mapping[str, Any], where: s
     return replace(config, arguments=arguments.model_copy(update={"model": model, "data": data}))
 
 
-def _sized_folder(sizes: Mapping[str, Any], where: str, save: str | None) -> Path:
+def _sized_folder(sizes: Mapping[str, object], where: str, save: str | None) -> Path:
     """In the run's folder, from which the model is exported and resumed; a temporary one where nothing is saved."""
     files = files_of_sizes(sizes, where)
     if save is None:

@@ -4,8 +4,8 @@ features of a generator, or rows of MindSpeed-MM's readers of InternVL, DeepSeek
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 from mindspeed_mm.fsdp.params.yaml.generator_files import MEDIA_KEYS
@@ -296,7 +296,7 @@ def _sets(root: Node) -> Iterator[tuple[str, Node]]:
         yield "", entry.node
 
 
-def _set(reading: Reading, name: str, section: Node) -> dict[str, Any]:
+def _set(reading: Reading, name: str, section: Node) -> JsonObject:
     """A set of rows as an entry of `dataset`."""
     path, folder = _find_text(section, "data_path"), _find_text(section, "data_folder")
     if path is None:

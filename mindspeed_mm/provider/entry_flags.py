@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.provider.flags import flag_table
@@ -58,7 +58,7 @@ class _EntryParser(argparse.ArgumentParser):
         raise UsageError(message, way_out="See --help.")
 
 
-def entry_flags(script: str, **meanings: Mapping[str, Any]) -> EntryFlags:
+def entry_flags(script: str, **meanings: Mapping[str, object]) -> EntryFlags:
     """The flags of a script, with its defaults.
 
     Args:

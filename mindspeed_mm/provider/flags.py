@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import nearest
 
 # --- one row ----------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ _LIKENESS = 0.75
 
 
 @cache
-def flag_table() -> dict[str, Any]:
+def flag_table() -> JsonObject:
     """`flags.toml`, which begins with what its sections mean."""
     return tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 

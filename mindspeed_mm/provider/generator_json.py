@@ -273,5 +273,5 @@ def _check_motion(reading: Reading, root: Node) -> None:
         reading.draft.problem(what, score.node.place, f"Write {_MOTION_SCORE:g}, or leave it out.")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

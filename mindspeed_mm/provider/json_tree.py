@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def read_json_tree(path: Path) -> Node:
     return _with_places(text, content, str(path))
 
 
-def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
+def _with_places(text: str, content: Mapping[str, object], source: str) -> Node:
     """JSON is YAML but for tabs and some escapes; where YAML reads something else, the file is the only place."""
     try:
         document = parse_yaml(text.replace("\t", " "), source)

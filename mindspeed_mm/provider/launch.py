@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.provider.flags import by_spelling
 
@@ -95,7 +96,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if words and words[0].endswith(".sh"):
         command, empty = _without_empty(_command_of(Path(words[0]), environment))
         launch = read_launch(command, environment)
-        _check_known(launch.flags, words[0])
+        _check_words(launch.flags, words[0])
         notes = [f"{words[0]}: {name} is set nowhere in it, and taken as empty." for name in empty]
         return launch._replace(flags=[*launch.flags, *words[1:]], notes=tuple(notes))
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
@@ -153,7 +154,7 @@ def _wants_value(word: str) -> bool:
     return word.startswith("-") and "=" not in word and (flag is None or flag.kind != "switch")
 
 
-def _check_known(words: Sequence[str], script: str) -> None:
+def _check_words(words: Sequence[str], script: str) -> None:
     """Raise where a flag's value is one that only a shell can tell."""
     for word in words:
         mark = _UNKNOWN.search(word)
@@ -162,7 +163,7 @@ def _check_known(words: Sequence[str], script: str) -> None:
         unknown = mark[1].removesuffix(_NEVER_SET)
         way_out = "Write its value into the script."
         if unknown.isidentifier():
-            way_out = f"Set it before the command: {unknown}=… mm config --from-flags {script}."
+            way_out = f"Set it before the command: {unknown}=… mm config --from-flags {quoted(script)}."
         why = "is worked out while the script runs"
         if mark[1].endswith(_NEVER_SET):
             why = "is set nowhere in the script"

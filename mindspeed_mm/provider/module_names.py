@@ -161,11 +161,11 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
         if written == role or written.startswith(f"{role}."):
             rest = written.removeprefix(role)
             found = [f"{module}{rest}".removeprefix(".") for module in _modules(part, names)]
-            return [_own(each, names) for each in found if each] or [written]
+            return [_own_name(each, names) for each in found if each] or [written]
     class_name = written.rpartition(".")[2]
     if "." in written and class_name[:1].isupper():
         return _of_class(class_name, names) or [written]
-    if (own := _own(written, names)) != written:
+    if (own := _own_name(written, names)) != written:
         return [own]
     for root in (names.decoder, names.vision, names.audio, *names.projector):
         if root.startswith("model.") and f"{written}.".startswith(f"{root.removeprefix('model.')}."):
@@ -173,7 +173,7 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
     return [written]
 
 
-def _own(written: str, names: ModuleNames) -> str:
+def _own_name(written: str, names: ModuleNames) -> str:
     """A name of the original code as it is here; any other as it stands."""
     for released, own in names.released:
         if f"{written}.".startswith(f"{released}."):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
@@ -103,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     """A parser of every flag of the table; a user's flag of the same name takes its place."""
     parser = _Parser(description="Megatron-style flags.", allow_abbrev=False, conflict_handler="resolve")
     for flag in FLAGS:
-        action: dict[str, Any] = {"switch": {"action": "store_true"}, "list": {"nargs": "+"}}.get(flag.kind, {})
+        action: JsonObject = {"switch": {"action": "store_true"}, "list": {"nargs": "+"}}.get(flag.kind, {})
         text = flag.key or flag.of_loop or (flag.idle and f"no effect: {flag.idle}") or flag.refused or flag.rule
         parser.add_argument(
             *flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **action
@@ -131,7 +132,7 @@ def given_of(namespace: Namespace) -> GivenFlags:
     return GivenFlags(places, world_size=None)
 
 
-def fill_absent(namespace: Namespace, defaults: Mapping[str, Any]) -> None:
+def fill_absent(namespace: Namespace, defaults: Mapping[str, object]) -> None:
     """Give flags that are absent a program's own defaults, as `pretrain(args_defaults=…)` asks.
 
     Args:

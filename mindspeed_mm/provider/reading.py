@@ -75,7 +75,7 @@ class Draft:
         if self.value(key) is None:
             self.replace(key, value, derived(words))
 
-    def value(self, key: str, default: Any = None) -> Any:
+    def value(self, key: str, default: object = None) -> Any:
         """What a key has so far."""
         value = value_at_key(self.root, key)
         return default if value is None else value
@@ -99,7 +99,7 @@ class Draft:
         self.problems.append(Problem(what, str(place), way_out=way_out))
 
 
-def _as_plain(value: Any) -> Any:
+def _as_plain(value: object) -> object:
     """A value as files hold it: lists, not tuples."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
@@ -140,7 +140,7 @@ class Reading:
         """Whether a flag was given."""
         return dest in self.given.places
 
-    def value(self, dest: str, default: Any = None) -> Any:
+    def value(self, dest: str, default: object = None) -> Any:
         """A flag's value: what was given, or else Megatron's default."""
         value = getattr(self.namespace, dest, None)
         return default if value is None else value

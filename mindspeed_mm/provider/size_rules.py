@@ -295,7 +295,7 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
     return given
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: object) -> Any:
     """A type by our name, where it is one by torch's."""
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
@@ -328,7 +328,7 @@ def _put_patterns(reading: Reading, key: str, node: Node) -> None:
         if reading.is_generator and item.value in ("ae", "text_encoder", "image_encoder", "diffusion"):
             continue  # the folder's other parts stand outside of the model that is trained
         patterns |= dict.fromkeys(patterns_of(item.value, reading.names), item.place)
-    nodes: list[Any] = [Node(pattern, place) for pattern, place in patterns.items()]
+    nodes: list[object] = [Node(pattern, place) for pattern, place in patterns.items()]
     if nodes:
         reading.draft.replace(key, Node(nodes, node.place), node.place)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.provider.generator_json import WAN_SIZES
 from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES
 
@@ -40,7 +41,7 @@ _WAN_OF_IMAGES = ("img_dim",)
 """Sizes that files copy for all tasks, and that only a model of image to video has."""
 
 
-def files_of_sizes(model: Section, where: str) -> dict[str, dict[str, Any]]:
+def files_of_sizes(model: Section, where: str) -> dict[str, JsonObject]:
     """Path in the folder → content, as transformers and diffusers have them.
 
     Args:
@@ -50,10 +51,10 @@ def files_of_sizes(model: Section, where: str) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: It describes no model whose sizes are enough to build it, or leaves sizes out.
     """
-    if _section(model, "predictor").get("model_id") == "wandit":
+    if _mapping_of(model, "predictor").get("model_id") == "wandit":
         return _wan(model, where)
     kind = _KINDS.get(str(model.get("model_id")))
-    if kind is None or not _section(model, "text_decoder"):
+    if kind is None or not _mapping_of(model, "text_decoder"):
         raise ConfigError(
             "names no model folder, and sizes alone are enough for Qwen2-VL, Qwen2.5-VL and Wan",
             where=where,
@@ -62,12 +63,12 @@ def files_of_sizes(model: Section, where: str) -> dict[str, dict[str, Any]]:
     return {"config.json": _vision_language(model, kind, where)}
 
 
-def _vision_language(model: Section, kind: str, where: str) -> dict[str, Any]:
-    decoder = _section(model, "text_decoder")
-    tower = _section(_section(model, "image_encoder"), "vision_encoder")
+def _vision_language(model: Section, kind: str, where: str) -> JsonObject:
+    decoder = _mapping_of(model, "text_decoder")
+    tower = _mapping_of(_mapping_of(model, "image_encoder"), "vision_encoder")
     _check(decoder, _DECODER_NEEDS, "text_decoder", where)
     _check(tower, _TOWER_NEEDS, "image_encoder.vision_encoder", where)
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     for key, names in LANGUAGE_SIZES.items():
         if decoder.get(key) is not None:
             config[names[0]] = decoder[key]
@@ -87,7 +88,7 @@ def _vision_language(model: Section, kind: str, where: str) -> dict[str, Any]:
     }
 
 
-def _tower(tower: Section, width: int, kind: str) -> dict[str, Any]:
+def _tower(tower: Section, width: int, kind: str) -> JsonObject:
     """The vision tower, whose projector ends in the language model's width."""
     config = {"depth": tower["num_layers"], "num_heads": tower["num_attention_heads"]}
     for name in _PATCHES:
@@ -104,12 +105,12 @@ def _tower(tower: Section, width: int, kind: str) -> dict[str, Any]:
     return config | {"out_hidden_size": width}
 
 
-def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
-    predictor = _section(model, "predictor")
+def _wan(model: Section, where: str) -> dict[str, JsonObject]:
+    predictor = _mapping_of(model, "predictor")
     _check(predictor, _WAN_NEEDS, "predictor", where)
     takes_images = predictor.get("model_type", model.get("task")) == "i2v"
     width = predictor["hidden_size"]
-    transformer: dict[str, Any] = {"attention_head_dim": width // predictor["num_heads"]}
+    transformer: JsonObject = {"attention_head_dim": width // predictor["num_heads"]}
     for key, names in WAN_SIZES.items():
         is_used = takes_images or key not in _WAN_OF_IMAGES
         if key in predictor and key != "hidden_size" and is_used:
@@ -121,7 +122,7 @@ def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
         transformer["added_kv_proj_dim"] = width
     scheduler = "UniPCMultistepScheduler"
     noise = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    noise |= {"flow_shift": _section(model, "diffusion").get("shift", 1.0)}
+    noise |= {"flow_shift": _mapping_of(model, "diffusion").get("shift", 1.0)}
     index = {"_class_name": "WanPipeline", **_WAN_PARTS, "scheduler": ["diffusers", scheduler]}
     if takes_images:
         index |= _WAN_PARTS_OF_IMAGES
@@ -132,7 +133,7 @@ def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _section(content: Section, name: str) -> Section:
+def _mapping_of(content: Section, name: str) -> Section:
     found = content.get(name)
     return found if isinstance(found, Mapping) else {}
 

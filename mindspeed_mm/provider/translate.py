@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, MMError, Problem
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, load_config
@@ -67,7 +67,7 @@ _REQUIRED = {
     "training.train_iters": "--train-iters",
     "training.lr": "--lr",
 }
-_WITHOUT_FLAGS: Mapping[str, Any] = {
+_WITHOUT_FLAGS: JsonMapping = {
     "training.lr_decay_style": "constant",  # of scripts in diffusers' manner; Megatron's default is filled before
     "training.lr_warmup_ratio": 0.0,
     "training.save_total_limit": None,
@@ -85,11 +85,11 @@ class Translated:
 
     config: ResolvedConfig
     """The configuration, with the flag or the file's line that gave each value as its origin."""
-    model_json: dict[str, Any]
+    model_json: JsonObject
     """The file of `--mm-model` as it stands; empty without one."""
-    data_json: dict[str, Any]
+    data_json: JsonObject
     """The file of `--mm-data`."""
-    tools_json: dict[str, Any]
+    tools_json: JsonObject
     """The file of `--mm-tool`."""
     notes: tuple[str, ...]
     """What was given and has no effect here, and why; each reason once."""
@@ -158,9 +158,9 @@ def _put_flags(reading: Reading) -> None:
             reading.draft.problem(f"is not built: {flag.refused}", place, "Leave it out.")
 
 
-def _put_files(reading: Reading) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _put_files(reading: Reading) -> tuple[JsonObject, JsonObject, JsonObject]:
     """Read the files; data first, which may name the model's folder."""
-    found: dict[str, dict[str, Any]] = {"data": {}, "tools": {}, "model": {}}
+    found: dict[str, JsonObject] = {"data": {}, "tools": {}, "model": {}}
     for name, dest, put in (
         ("data", "mm_data", put_data),
         ("tools", "mm_tool", _put_tools),

@@ -14,12 +14,13 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl, sha256_file
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.quickstart.folder import MARK, check_folder
 from mindspeed_mm.quickstart.scans import MOST_INK, NAMES, SEED, deal_scans, load_ink
 from mindspeed_mm.quickstart.tiny_model import LAYERS, write_model_folder
@@ -91,7 +92,7 @@ def side_by_side(scans: list[Scan], count: int, rng: random.Random) -> Iterator[
         yield "reading", group
 
 
-def conversation(task: str, group: list[Scan], image: str, rng: random.Random) -> dict[str, Any]:
+def conversation(task: str, group: list[Scan], image: str, rng: random.Random) -> JsonObject:
     """A question about the picture and its answer, as a row of the data set."""
     digit = group[0].digit
     answers = {

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.started_python import own_python, safe_environment
-from mindspeed_mm.core.terminal import say
+from mindspeed_mm.core.terminal import quoted, say
 from mindspeed_mm.quickstart.folder import check_folder
 from mindspeed_mm.tasks.models.first_yaml import scalar
 from mindspeed_mm.tasks.schema import editor_line
@@ -52,7 +53,7 @@ class Learned:
     """A held-out picture, for questions."""
     reused: bool
     """Whether data and model folder were there already."""
-    accuracy: dict[str, dict[str, Any]]
+    accuracy: dict[str, JsonObject]
     """Task, or `overall` → questions, accuracy and its 95 % interval."""
     same_as_transformers: int
     """Held-out questions that plain transformers answers with the very same tokens; all that were compared."""
@@ -232,12 +233,11 @@ def next_steps(learned: Learned) -> list[str]:
         place = Path(sys.prefix)
         if place.is_relative_to(Path.cwd()):
             place = place.relative_to(Path.cwd())
-        steps.append(f"source {shlex.quote(str(place / 'bin' / 'activate'))}")
+        steps.append(f"source {quoted(place / 'bin' / 'activate')}")
     return [
         *steps,
-        f"mm chat {shlex.quote(str(learned.model))} --image {shlex.quote(str(learned.picture))}",
-        f"mm train {shlex.quote(str(learned.config))} training.lr=1e-3 "
-        f"training.save={shlex.quote(str(learned.folder / 'slower'))}",
+        f"mm chat {quoted(learned.model)} --image {quoted(learned.picture)}",
+        f"mm train {quoted(learned.config)} training.lr=1e-3 training.save={quoted(learned.folder / 'slower')}",
         "mm init --model MODEL_FOLDER --data ROWS.jsonl",
     ]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 prepare_for_transformers()  # its processors import torchvision, which may be built for another torch
@@ -103,7 +103,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
     """Qwen3-VL's own processor; one digit of 32×32 pixels becomes 4 patches and 1 token."""
-    common: dict[str, Any] = {
+    common: JsonObject = {
         "patch_size": PATCH,
         "merge_size": MERGE,
         "temporal_patch_size": 2,

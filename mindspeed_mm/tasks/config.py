@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
 from mindspeed_mm.fsdp.params.rules.path import missing_inputs
 from mindspeed_mm.provider.entry_script import notes_on_entry, reads_mm_data
@@ -56,7 +56,7 @@ def as_text(config: ResolvedConfig, only_given: bool = False) -> str:
     return _without_defaults(text) if only_given else text
 
 
-def as_dict(config: ResolvedConfig) -> dict[str, Any]:
+def as_dict(config: ResolvedConfig) -> JsonObject:
     """For machines: the configuration, the origins, and what was noticed."""
     return {
         "config": resolved_dict(config),

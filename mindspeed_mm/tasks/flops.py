@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -49,14 +50,14 @@ class FlopsReport:
     """Tokens of all samples: text and media of a language model, latents of a generator."""
     lengths: dict[str, float]
     """Sequence → rows of all samples."""
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     causal: dict[str, float]
     """forward, backward, recompute."""
     full: dict[str, float]
     uncounted: list[str] = field(default_factory=list)
     speed: Speed | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all fields as a dictionary for JSON, the speed included."""
         return asdict(self)
 
@@ -114,7 +115,7 @@ def _counted(request: FlopsRequest) -> tuple[nn.Module, FlopCount | None]:
     from mindspeed_mm.fsdp.train.run.utilisation import count_step
 
     arguments = _arguments(request.target, request.overrides)
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     if request.lora:
         training = arguments.training
         changes["training"] = training.model_copy(update={"lora": LoraArguments(enable=True)})

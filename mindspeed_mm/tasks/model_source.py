@@ -15,6 +15,7 @@ from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR, expert_folders, kind_of_folder
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import Weights
 from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of
@@ -97,7 +98,7 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     run = path if kind == "run" else path.absolute().parent
     base = noted_model(run)
     if base is None:
-        raise unnamed_model(path, f"Write it as a model folder: mm export {path} OUT --model MODEL.")
+        raise unnamed_model(path, f"Write it as a model folder: mm export {quoted(path)} OUT --model MODEL.")
     part = kind_of_folder(base).trained_part
     exported = _exported(path, run, weights, whole=not part)
     if not part:
@@ -113,7 +114,7 @@ def _with_configuration(folder: Path) -> Path:
         raise ModelFolderError(
             "holds weights in Megatron's layout, and no config.json",
             where=str(folder),
-            way_out=f"Write it as a model folder: mm convert {folder} OUT --to hf --model MODEL.",
+            way_out=f"Write it as a model folder: mm convert {quoted(folder)} OUT --to hf --model MODEL.",
         )
     return folder
 

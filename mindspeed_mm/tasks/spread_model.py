@@ -36,7 +36,7 @@ class ModelPart:
     state: ParallelState
 
 
-def read_plan(plan: Path, folder: Path, parallel: Mapping[str, Any], **sections: Any) -> Arguments:
+def read_plan(plan: Path, folder: Path, parallel: Mapping[str, object], **sections: Any) -> Arguments:
     """The configuration of a YAML for a folder, without what only training does.
 
     Args:

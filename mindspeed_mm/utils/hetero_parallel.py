@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mindspeed_mm.core.errors import ConfigError
 
 
-def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+def _refuse(*_args: object, **_kwargs: object) -> NoReturn:
     """Raises `ConfigError`: parts of a model cannot have plans of their own."""
     raise ConfigError(
         "is not built: all parts of a model share one parallel plan", key="--hetero-parallel", way_out="Leave it out."

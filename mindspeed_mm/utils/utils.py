@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 
 
-def compute_token_level_loss(output: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_token_level_loss(output: JsonMapping) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of a loss over label tokens, and their number.
 
     Args:
@@ -34,6 +32,6 @@ class EncoderBalanceComm:
     """Samples of towers are balanced over ranks by the plan (`--encoder-dp-balance`), inside of the model."""
 
     @staticmethod
-    def apply(samples: torch.Tensor, _group: Any = None) -> tuple[torch.Tensor, None]:
+    def apply(samples: torch.Tensor, _group: object = None) -> tuple[torch.Tensor, None]:
         """The samples as they are, and nothing to undo."""
         return samples, None

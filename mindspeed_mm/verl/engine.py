@@ -90,11 +90,11 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
         """Whether the optimizer's state waits on the host."""
         return bool(self.engine_config.optimizer_offload)
 
-    def train_mode(self, **options: Any) -> AbstractContextManager[Any]:
+    def train_mode(self, **options: object) -> AbstractContextManager[Any]:
         """Inside, batches are trained on."""
         return _Mode(self, "train", **options)
 
-    def eval_mode(self, **options: Any) -> AbstractContextManager[Any]:
+    def eval_mode(self, **options: object) -> AbstractContextManager[Any]:
         """Inside, log-probabilities are asked for. Nothing in the model is random in either mode."""
         return _Mode(self, "eval", **options)
 
@@ -116,7 +116,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
-    ) -> Any:
+    ) -> object:
         """Run a batch, micro-batch by micro-batch.
 
         Args:
@@ -194,7 +194,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+    def get_per_tensor_param(self, **_: object) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Whole tensors by the names of Hugging Face's folders, adapters added; each is gathered when it is asked for,
         by all ranks in the same order."""
         return self._whole_tensors(), None
@@ -216,14 +216,14 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Weights and optimizer as one of this package's checkpoints, which any number of ranks reads."""
         assert self._optimizer is not None
         self._manager(local_path).save(global_step, self.module, self._optimizer, {"iteration": self._steps})
 
     def load_checkpoint(
-        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: object
     ) -> None:
         """Go on from the newest checkpoint of a folder; None: there is none."""
         if local_path is None:
@@ -269,7 +269,7 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
     def __init__(self, engine: LanguageModelEngine, mode: str, **options: Any) -> None:
         super().__init__(engine=engine, mode=mode, **options)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.mode == "train":
             self.engine.optimizer_zero_grad()
         super().__exit__(*error)

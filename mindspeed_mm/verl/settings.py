@@ -14,7 +14,7 @@ _ONE = ("pipeline_parallel_size", "ulysses_parallel_size", "ring_attention_size"
 """Keys of `parallel` that verl's batches do not go together with."""
 
 
-def arguments_of(model: Any, engine: Any, optimizer: Any | None) -> Arguments:
+def arguments_of(model: Any, engine: Any, optimizer: object | None) -> Arguments:
     """The whole configuration: the YAML that `engine.config` names, with what verl says of model and optimizer.
 
     Args:

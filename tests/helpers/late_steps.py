@@ -19,7 +19,9 @@ def late_steps() -> Iterator[None]:
 
     def build(arguments: Any, job: Any, assembled: Any, objective: Any, optimizer: Any, ema: Any, *more: Any) -> Any:
         engine: TrainEngine = real(arguments, job, assembled, objective, optimizer, ema, *more)
-        engine.late = not why_steps_wait(arguments, optimizer, ema, engine.device)
+        engine.late = not why_steps_wait(
+            arguments.parallel, arguments.training, arguments.posttrain, optimizer, ema, engine.device
+        )
         return engine
 
     with mock.patch.object(trainer, "build_engine", build):

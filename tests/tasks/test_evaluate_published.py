@@ -441,7 +441,7 @@ def judged_run(
 ) -> evaluate.PublishedResult:
     """With answers that are made up."""
     answers = {place: Answer((), text, finished=True) for place, text in enumerate(given)}
-    monkeypatch.setattr(evaluate, "_answers", lambda *_: answers)
+    monkeypatch.setattr(evaluate, "_answers_by_place", lambda *_: answers)
     judge = {"judge": f"http://127.0.0.1:{server.server_port}/v1", "judge_model": "large"}
     if not more.pop("judged", True):
         judge = {}

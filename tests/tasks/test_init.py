@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,6 +137,27 @@ def test_paths_are_read_back_as_they_are(model: Path, work: Path, monkeypatch: p
         capture_output=True, text=True, check=True,
     ).stdout.split("\0")  # fmt: skip
     assert words[1] == str(out)
+
+
+def test_commands_that_are_told_can_be_copied(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are split as a shell does it, and the files are there."""
+    every_way_fits(monkeypatch)
+    said = mm("init", "--model", str(model), "--data", "data/rows.jsonl", "--gpu", "24", "--out", "my first run.yaml")
+    assert said.code == 0, said.err
+    preview, start = said.out.partition("next: ")[2].strip().split(", then ")
+    assert shlex.split(preview) == ["mm", "data", "preview", "my first run.yaml"]
+    assert shlex.split(start) == ["bash", "my first run.sh"] and (work / "my first run.sh").is_file()
+
+
+def test_a_given_number_of_steps_takes_the_place_of_epochs(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_way_fits(monkeypatch)
+    request = InitRequest(("training.train_iters=50",), model=model, data=Path("data/rows.jsonl"), gpu=24.0)
+    init.run(request)
+    training = yaml.safe_load((work / "run.yaml").read_text())["training"]
+    assert training["train_iters"] == 50 and "train_epochs" not in training and training["save_interval"] == 5
+    assert "of about 50 steps" in (work / "run.yaml").read_text()
 
 
 def test_nothing_fits(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

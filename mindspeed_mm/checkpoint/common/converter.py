@@ -63,13 +63,13 @@ class Converter:
     examine: Examine | None = None
     """Looks at what was written, before it gets its name; the commands set the comparison of logits."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if not cls.__name__.startswith("_"):
             Converter.registry[cls.__name__] = cls
 
     @classmethod
-    def subcommands(cls) -> dict[str, Callable[..., Any]]:
+    def subcommands(cls) -> dict[str, Callable[..., object]]:
         """Public methods that the subclass, or one between it and this class, defines; by name."""
         found: dict[str, Callable[..., Any]] = {}
         for ancestor in reversed(cls.__mro__[: cls.__mro__.index(Converter)]):

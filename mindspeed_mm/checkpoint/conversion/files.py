@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_file import DTYPES, read_header
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, MappedFiles
+from mindspeed_mm.core.json_file import JsonObject
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _MOST_DIMS, _MOST_BYTES = 64, 2**62
@@ -174,7 +174,7 @@ class PtFile(OutputFile):
 
     def write(self, path: Path, note: Note) -> None:
         """As `torch.save` writes it, the storage of each tensor when its turn comes."""
-        content: dict[str, Any] = dict(self.extras)
+        content: JsonObject = dict(self.extras)
         for name, part in self.sections.items():
             place = content if name == "" else content.setdefault(name, {})
             for key, tensor in part.items():

@@ -137,7 +137,11 @@ class _Writes(TorchFunctionMode):
         return self._boxes
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _WRITING and args[0].untyped_storage()._cdata == self._storage:
             self._boxes[_place(args[0], self._target)] += 1

@@ -94,7 +94,7 @@ def write_manifest(
         "layout": dict(layout),
         "left_out": dict(left_out),
         "files": files,
-        "written": {name: asdict(WrittenFile.of(folder / name)) for name in _files_of(folder)},
+        "written": {name: asdict(WrittenFile.of(folder / name)) for name in _files_below(folder)},
     }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -105,7 +105,7 @@ def converted_root(path: Path) -> Path | None:
     return root if (root / MANIFEST).is_file() else None
 
 
-def _files_of(folder: Path) -> list[str]:
+def _files_below(folder: Path) -> list[str]:
     """Every file and link below a folder, but its marker and manifest."""
     found = []
     for name in entries_of(folder):
@@ -245,9 +245,9 @@ def check_converted(folder: Path, progress: WorkProgress | None = None) -> tuple
     written = _read_written(content, records, root)
     if not (inside := _inside(records, root, folder)):
         raise _no_manifest(root, f"it lists nothing of {folder.name}/")
-    found = {name for name in _files_of(root) if (root / name).is_relative_to(folder)}
+    found = {name for name in _files_below(root) if (root / name).is_relative_to(folder)}
     of_files = _differences_of_files(root, _inside(written, root, folder), found)
-    return _compare(root, inside, of_files, progress)
+    return _compare_files(root, inside, of_files, progress)
 
 
 def _differences_of_files(root: Path, written: Mapping[str, WrittenFile], found: set[str]) -> list[Problem]:
@@ -271,7 +271,7 @@ def check_source(folder: Path) -> None:
     more are left to whoever reads them."""
     root = converted_root(folder)
     if root is not None:
-        _compare(root, _present(root, folder), [], None)
+        _compare_files(root, _present(root, folder), [], None)
 
 
 def differences_of_share(folder: Path, part: int, parts: int) -> list[Problem]:
@@ -286,7 +286,7 @@ def differences_of_share(folder: Path, part: int, parts: int) -> list[Problem]:
     root = converted_root(folder)
     if root is None:
         return []
-    records = _share(_present(root, folder), part, parts)
+    records = _part_of_records(_present(root, folder), part, parts)
     return differences(root, records, _kinds_of(root, records), alone=False)
 
 
@@ -295,7 +295,7 @@ def _present(root: Path, folder: Path) -> Records:
     return {name: found for name, found in inside.items() if (root / name).exists()}
 
 
-def _share(records: Records, part: int, parts: int) -> Records:
+def _part_of_records(records: Records, part: int, parts: int) -> Records:
     """Tensors that begin in the part of all bytes: neighbours, so that few files are opened."""
     total = max(1, sum(_sizes(records)))
     held: dict[str, dict[str, TensorRecord]] = {}
@@ -320,7 +320,9 @@ def _inside(records: Mapping[str, _T], root: Path, folder: Path) -> dict[str, _T
     return {name: found for name, found in records.items() if (root / name).is_relative_to(folder)}
 
 
-def _compare(root: Path, records: Records, problems: list[Problem], progress: WorkProgress | None) -> tuple[int, int]:
+def _compare_files(
+    root: Path, records: Records, problems: list[Problem], progress: WorkProgress | None
+) -> tuple[int, int]:
     """The tensors of a file that was changed are named instead of the file, where they show the change."""
     sizes = list(_sizes(records))
     if progress is not None:

@@ -39,7 +39,7 @@ class Entry:
     tensor: LazyTensor
 
 
-def write_pt(content: Mapping[str, Any], path: Path, read: Callable[[Entry], memoryview]) -> None:
+def write_pt(content: Mapping[str, object], path: Path, read: Callable[[Entry], memoryview]) -> None:
     """Write `content` as `torch.save` would.
 
     Args:
@@ -54,14 +54,14 @@ def write_pt(content: Mapping[str, Any], path: Path, read: Callable[[Entry], mem
     pickler = _Pickler(pickled)
     pickler.dump(content)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, "data.pkl", pickled.getbuffer())
-        _add(archive, "byteorder", memoryview(sys.byteorder.encode()))
+        _add_entry(archive, "data.pkl", pickled.getbuffer())
+        _add_entry(archive, "byteorder", memoryview(sys.byteorder.encode()))
         for number, entry in enumerate(pickler.entries):
-            _add(archive, f"data/{number}", read(entry))
-        _add(archive, "version", memoryview(b"3\n"))
+            _add_entry(archive, f"data/{number}", read(entry))
+        _add_entry(archive, "version", memoryview(b"3\n"))
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
+def _add_entry(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
     info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
     start = archive.start_dir + _HEADER_BYTES + len(info.filename)
     # A field of the header, of four bytes and more, pads it.
@@ -85,18 +85,18 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, _PROTOCOL)
         self.entries: list[Entry] = []
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Entry):
             return NotImplemented
         tensor, storage = obj.tensor, _Storage(len(self.entries), obj.tensor)
         self.entries.append(obj)
         stride = torch.empty(tensor.shape, device="meta").stride()
-        laid_out: tuple[Any, ...] = (storage, 0, tuple(tensor.shape), stride, False, OrderedDict())
+        laid_out: tuple[object, ...] = (storage, 0, tuple(tensor.shape), stride, False, OrderedDict())
         if tensor.dtype in _TYPED:
             return _rebuild_tensor_v2, laid_out
         return _rebuild_tensor_v3, (*laid_out, tensor.dtype)
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
             return None
         tensor = obj.tensor

@@ -194,7 +194,10 @@ def convert(
         for source in set(conversion.sources):
             check_source(source)
     began = time.monotonic()
-    with _explained(target, conversion), _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft:
+    with (
+        _explained_disk_failure(target, conversion),
+        _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft,
+    ):
         records, not_finite = _write(conversion, draft, progress)
         written = time.monotonic()
         logits, verify_s = "", 0.0
@@ -305,7 +308,7 @@ def _verify(
 
 
 @contextmanager
-def _explained(target: Path, conversion: Conversion) -> Iterator[None]:
+def _explained_disk_failure(target: Path, conversion: Conversion) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,7 +68,7 @@ _OWN_OF_MEGATRON = {"MCoreMetadata": _MegatronIndex, "MCoreSavePlan": SavePlan}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _OWN_OF_MEGATRON:
             return _OWN_OF_MEGATRON[name]
         if name not in _ALLOWED.get(module, ()):
@@ -115,6 +114,6 @@ class MetadataReader(FileSystemReader):
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self.storage_data = self.metadata.storage_data
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """What was read when the reader was made; torch asks again at every load."""
         return self.metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -39,7 +39,7 @@ class _TruthfulFileSystem(FileSystem):
     """Raises the operating system's error."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[object]:
         with os_errors_told(Path(path)), super().create_stream(path, mode) as stream:
             yield stream
 
@@ -52,7 +52,7 @@ class _HashingFileSystem(FileSystem):
         """By the names of the files, of those that are complete."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[object]:
         with os_errors_told(Path(path)), HashedFile(Path(path)) as stream:
             yield stream
         self.records[Path(path).name] = stream.record
@@ -100,19 +100,19 @@ class _NamingFileSystem(FileSystem):
     """Names the file whose content torch cannot read. Its own words name none, and advise to let the file run code."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: object, mode: str) -> Iterator[object]:
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
         except BROKEN as error:
             raise CheckpointError(
-                _why_unreadable(error),
+                _damage_words(error),
                 where=str(path),
                 way_out="Restore the checkpoint from a copy, or name an older one in training.load.",
             ) from error
 
 
-def _why_unreadable(error: Exception) -> str:
+def _damage_words(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     if "weights_only" in str(error):  # torch's advice is to turn that off, and so to let the file run code
@@ -139,7 +139,7 @@ def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
     return files.records
 
 
-def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None = None) -> None:
+def read_tree(tree: Mapping[str, object], reader: MetadataReader, ranks: Ranks | None = None) -> None:
     """Fill the tensors of `tree` in place, each rank reading what its shards need.
 
     Args:

@@ -89,7 +89,7 @@ class GenericDCPConverter(Converter):
                 tensors, surplus = outline.own_tensors(ledger.tensors)
                 left_out = outline.unused(surplus, where=hf_dir, allowed=allow_unused)
             ties = tie_weight_mapping or {}
-            _check_ties(ties, tensors)
+            _check_stored_ties(ties, tensors)
             check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
             _check_fused(fused, tensors, hf_dir, dims=3)
             for key, tensor in tensors.items():
@@ -269,7 +269,7 @@ def _flattened(key: str, tensor: LazyTensor, fused: Sequence[str]) -> LazyTensor
     return Reshaped(tensor, (-1, tensor.shape[-1]))
 
 
-def _check_ties(ties: Mapping[str, str], tensors: Collection[str]) -> None:
+def _check_stored_ties(ties: Mapping[str, str], tensors: Collection[str]) -> None:
     """Each further name is of a tensor that is stored, and is not stored itself."""
     problems = []
     for alias, key in ties.items():

@@ -186,13 +186,13 @@ class MegatronLayout:
                 raise UsageError("is missing", key="llm_pp_layers")
             return cls(
                 layers=layers,
-                tp=_size(values, "tp_size"),
-                ep=_size(values, "ep_size"),
-                tp_of_tower={tower: _size(values, flag) for tower, flag in _TP_FLAG.items() if flag in values},
-                vocabulary_multiple=_size(values, "vocabulary_multiple"),
-                canonical=_flag(values, "canonical"),
+                tp=_size_of(values, "tp_size"),
+                ep=_size_of(values, "ep_size"),
+                tp_of_tower={tower: _size_of(values, flag) for tower, flag in _TP_FLAG.items() if flag in values},
+                vocabulary_multiple=_size_of(values, "vocabulary_multiple"),
+                canonical=_switch_of(values, "canonical"),
                 everywhere=_towers(values, layers),
-                u_shape="u_shape" in values and _flag(values, "u_shape"),
+                u_shape="u_shape" in values and _switch_of(values, "u_shape"),
             )
         except UsageError as error:
             raise CheckpointError(
@@ -253,14 +253,14 @@ def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> froze
     return frozenset(names)
 
 
-def _size(values: Mapping[str, object], key: str) -> int:
+def _size_of(values: Mapping[str, object], key: str) -> int:
     value = _given(values, key)
     if type(value) is not int or value < 1:
         raise UsageError(f"{value!r} is not a whole number above 0", key=key)
     return value
 
 
-def _flag(values: Mapping[str, object], key: str) -> bool:
+def _switch_of(values: Mapping[str, object], key: str) -> bool:
     value = _given(values, key)
     if not isinstance(value, bool):
         raise UsageError(f"{value!r} is neither true nor false", key=key)

@@ -69,7 +69,7 @@ class _Name:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self, *arguments: Any, **_: object) -> _Made:
+    def __call__(self, *arguments: object, **_: object) -> _Made:
         return _Made(self, arguments)
 
 
@@ -105,7 +105,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def _made_class(module: str, name: str) -> type:
     """A class of its own for each name, since a pickle may call `__new__` on it."""
 
-    def new(cls: type, *arguments: Any, **_: object) -> _Made:
+    def new(cls: type, *arguments: object, **_: object) -> _Made:
         return _Made(_Name(module, name), arguments)
 
     return type(name, (), {"__new__": new, "__module__": module})
@@ -170,10 +170,10 @@ def _index_of(archive: zipfile.ZipFile, raw: BinaryIO) -> PtIndex:
     index = PtIndex(tensors={}, values={}, shapes=_shapes_in(content.get(_SHARDS)))
     for key, value in content.items():
         if isinstance(value, int | float | str | bool):
-            index["values"][_text(key)] = value
-        found = {name: _entry(name, made, place_of) for name, made in tables.tensors_in(value, "")}
+            index["values"][_key_text(key)] = value
+        found = {name: _tensor_entry(name, made, place_of) for name, made in tables.tensors_in(value, "")}
         if found:
-            index["tensors"][_text(key)] = found
+            index["tensors"][_key_text(key)] = found
     return index
 
 
@@ -188,10 +188,10 @@ def _shapes_in(table: object) -> dict[str, list[int]]:
         if isinstance(shape, _Made):  # a torch.Size
             shape = shape.arguments[0] if shape.arguments else ()
         if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-            raise ValueError(f"{_text(name)} has no shape in {_SHARDS}")
+            raise ValueError(f"{_key_text(name)} has no shape in {_SHARDS}")
         if state.get("tensor_model_parallel"):
-            raise ValueError(f"{_text(name)} is divided by tensor parallelism, which is not read of LayerZeRO")
-        found[_text(name)] = list(shape)
+            raise ValueError(f"{_key_text(name)} is divided by tensor parallelism, which is not read of LayerZeRO")
+        found[_key_text(name)] = list(shape)
     return found
 
 
@@ -209,15 +209,15 @@ class _Tables:
             yield name, value
         elif isinstance(value, dict):
             for key, inner in value.items():
-                yield from self.tensors_in(inner, f"{name}.{_text(key)}" if name else _text(key))
+                yield from self.tensors_in(inner, f"{name}.{_key_text(key)}" if name else _key_text(key))
 
 
-def _text(key: object) -> str:
+def _key_text(key: object) -> str:
     """A table's key. Those of tensors are text and numbers; the text of anything else may have any length."""
     return str(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
-def _entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> Entry:
+def _tensor_entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> Entry:
     while made.maker.name.startswith("_rebuild_parameter"):
         made = made.arguments[0]
     arguments = made.arguments

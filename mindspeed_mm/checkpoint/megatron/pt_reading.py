@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.checkpoint.megatron import pt_index
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 _BROKEN = "Copy the file again."
 
@@ -66,14 +65,14 @@ def read_pt_files(paths: Sequence[Path]) -> list[PtContent]:
     command = [sys.executable, "-I", str(pt_index.__file__), *map(str, paths)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = answer.stdout.splitlines()
-    contents = [_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
+    contents = [_pt_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
     if len(lines) < len(paths):
         last = (answer.stderr.strip() or f"exit status {answer.returncode}").splitlines()[-1]
         raise CheckpointError(f"cannot be read: {last}", where=str(paths[len(lines)]), way_out=_BROKEN)
     return contents
 
 
-def _content(path: Path, found: dict[str, Any]) -> PtContent:
+def _pt_content(path: Path, found: JsonObject) -> PtContent:
     if name := found.get("refused"):
         raise CheckpointError(
             f"is refused: it asks for {name}, which weights do not need",

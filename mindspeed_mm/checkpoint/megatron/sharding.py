@@ -59,7 +59,7 @@ def _pieces(
         ) from error
     expert_ranks, local_expert = _expert_ranks(name, model, layout)
     # A tower may be divided among fewer tensor ranks than the text: those beyond hold its pieces again.
-    for place, local in _places(local_expert, tower, layout):
+    for place, local in _stage_places(local_expert, tower, layout):
         for tp in range(layout.tp):
             for ep in expert_ranks:
                 yield MegatronRank(tp, place.stage, ep), layout.model_key(place.chunk), local, pieces[tp % len(pieces)]
@@ -89,10 +89,10 @@ def _holders(name: str, model: MegatronModel, layout: MegatronLayout) -> int:
     tower = model.tower_of(name)
     pieces = layout.tp_size(tower.name) if model.cut_of(name) else 1
     expert_ranks, _ = _expert_ranks(name, model, layout)
-    return layout.tp // pieces * len(expert_ranks) * len(_places(name, tower, layout))
+    return layout.tp // pieces * len(expert_ranks) * len(_stage_places(name, tower, layout))
 
 
-def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tuple[Place, str]]:
+def _stage_places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tuple[Place, str]]:
     """Where a tensor stands, and its name there: layers are numbered from 0 at every place."""
     if tower.name in layout.everywhere:
         return [(Place(0, stage), name) for stage in range(layout.stages)]

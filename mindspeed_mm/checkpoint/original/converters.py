@@ -374,10 +374,10 @@ def _open_trained(
     """
     check_folder_exists(path)
     step = path if iteration is None else checkpoint_folder(path, iteration)
-    files = _files_of(step)
+    files = _rank_files(step)
     if not files and iteration is None and (steps := list_iterations(path)):
         step = checkpoint_folder(path, steps[-1])
-        files = _files_of(step)
+        files = _rank_files(step)
     if not files:
         yield weights_of_run(find_step(path if iteration is None else step), average=average)
         return
@@ -391,7 +391,7 @@ def _open_trained(
     yield GeneratorWeights(step, family, naming, pieces.stored, {}, pieces, is_of_run=True)
 
 
-def _files_of(step: Path) -> list[Path]:
+def _rank_files(step: Path) -> list[Path]:
     """The files of LayerZeRO in a step, by rank."""
     found = {int(match[1]): file for file in step.glob("model_*.pt") if (match := _FILE.fullmatch(file.name))}
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())

@@ -54,7 +54,7 @@ def fitting_config(
         config = {"_class_name": family.class_name, **told}
         _check(hub, family, _GivenConfig(config, str(weights.path)), [])
         return config
-    _check(hub, family, given, _differences(hub, family, given, task))
+    _check(hub, family, given, _config_problems(hub, family, given, task))
     return given.content
 
 
@@ -148,7 +148,7 @@ def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfi
     return _GivenConfig(dict(weights.config), str(weights.path))
 
 
-def _differences(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, task: str | None) -> list[Problem]:
+def _config_problems(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, task: str | None) -> list[Problem]:
     """Numbers of the configuration that are not those of the weights, where these tell them."""
     config = given.content
     try:

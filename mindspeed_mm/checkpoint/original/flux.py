@@ -42,7 +42,7 @@ def _double(feed_forward: Mapping[str, str]) -> list[KeyRule]:
     ]
 
 
-def _last() -> list[KeyRule]:
+def _last_modulation() -> list[KeyRule]:
     """The authors' last modulation gives shift and scale, diffusers' scale and shift."""
     swap = (ReorderParts(0, (1, 0)),)
     return [
@@ -130,7 +130,7 @@ FLUX = GeneratorLayouts(
             (1, 1, 1, _MLP_RATIO),
         ),
         *_norms(_SINGLE, _NEW_SINGLE),
-        *_last(),
+        *_last_modulation(),
     ),
     config=_config,
     version=_version,
@@ -152,7 +152,7 @@ FLUX_2 = GeneratorLayouts(
         *_double(_FEED_FORWARD_OF_2),
         *modules({"linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out"}, _SINGLE, _NEW_SINGLE),
         *_norms(_SINGLE, _NEW_SINGLE),
-        *_last(),
+        *_last_modulation(),
     ),
     config=_config_of_2,
     original_file="flux2.safetensors",

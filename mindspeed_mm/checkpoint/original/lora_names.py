@@ -82,7 +82,7 @@ def renamed_adapters(
             way_out="Export with --lora-format diffusers.",
         )
     names, made = NAMES[class_name], dict[str, LazyTensor]()
-    shapes = {key: _zeros(shape) for key, shape in weights.items()}
+    shapes = {key: _zero_factor(shape) for key, shape in weights.items()}
     left = set(adapters)
     for step in names.steps(shapes):
         parts = [source.removesuffix(".weight") for source in step.sources]
@@ -113,7 +113,7 @@ def layers_of(
     if class_name not in NAMES:
         return None
     names, own = NAMES[class_name], dict[str, str]()
-    for step in names.steps({key: _zeros(shape) for key, shape in weights.items()}):
+    for step in names.steps({key: _zero_factor(shape) for key, shape in weights.items()}):
         for key in made_by([step]):
             layer = key.removesuffix(".weight")
             own |= {f"diffusion_model.{layer}": key, f"lora_unet_{layer.replace('.', '_')}": key}
@@ -208,5 +208,5 @@ def _known(tensor: torch.Tensor) -> LazyTensor:
     return Computed([], lambda _: tensor, tuple(tensor.shape), tensor.dtype)
 
 
-def _zeros(shape: tuple[int, ...]) -> LazyTensor:
+def _zero_factor(shape: tuple[int, ...]) -> LazyTensor:
     return Computed([], lambda _: torch.zeros(shape), shape, torch.float32)

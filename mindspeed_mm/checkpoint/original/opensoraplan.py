@@ -271,9 +271,9 @@ def _vae_config(tensors: Tensors, source: Path) -> Json:
         "_class_name": "WFVAEModel",
         "latent_dim": latents,
         "base_channels": base,
-        "encoder_num_resblocks": _blocks(tensors, "encoder.down1"),
+        "encoder_num_resblocks": _blocks_of_stack(tensors, "encoder.down1"),
         "encoder_energy_flow_hidden_size": tensors["encoder.connect_l1.weight"].shape[0],
-        "decoder_num_resblocks": _blocks(tensors, "decoder.up2"),
+        "decoder_num_resblocks": _blocks_of_stack(tensors, "decoder.up2"),
         "decoder_energy_flow_hidden_size": tensors["decoder.connect_l1.0.norm1.norm.weight"].shape[0],
         "connect_res_layer_num": len({key.split(".")[2] for key in tensors if key.startswith("decoder.connect_l1.")})
         - 1,
@@ -285,7 +285,7 @@ def _vae_config(tensors: Tensors, source: Path) -> Json:
     }
 
 
-def _blocks(tensors: Tensors, stack: str) -> int:
+def _blocks_of_stack(tensors: Tensors, stack: str) -> int:
     """Blocks of a stack at one size: the encoder's stand behind a convolution, the decoder's before an upsampling."""
     found = {int(match[1]) for key in tensors if (match := re.match(rf"{stack}\.(\d+)\.norm1", key))}
     return len(found) - stack.startswith("decoder")

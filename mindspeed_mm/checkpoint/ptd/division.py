@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronModel
@@ -95,7 +94,7 @@ def check_facts(said: CommonModelConfig, model: MegatronModel, config: Config, w
         raise UsageError("what was given contradicts the model's config.json", problems=problems)
 
 
-def _found(config: Config, key: str) -> Iterator[Any]:
+def _found(config: Config, key: str) -> Iterator[object]:
     """Values of a key, in the configuration and then in its sections."""
     if key in config:
         yield config[key]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def build_iterations(
-    train_dl: Any = None, val_dl: Any = None, test_dl: Any = None, **_: object
-) -> tuple[Any, Any, Any]:
+    train_dl: object = None, val_dl: object = None, test_dl: object = None, **_: object
+) -> tuple[object, object, object]:
     """The loaders as they are: the engine begins them again at their end, which an iterator would not do, and finds its
     place in them when a run is resumed.
 

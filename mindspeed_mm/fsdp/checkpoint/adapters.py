@@ -184,11 +184,11 @@ def _alphas(tensors: Mapping[str, LazyTensor], lora: LoraReport) -> dict[str, La
         layer, side = split_adapter_weight(name) or ("", "")
         if side == "A":
             value = torch.tensor(lora.scale * tensor.shape[0])
-            made[f"{DIFFUSERS_PREFIX}{layer}{ALPHA_END}"] = Computed([], partial(_same, value), (), torch.float32)
+            made[f"{DIFFUSERS_PREFIX}{layer}{ALPHA_END}"] = Computed([], partial(_as_it_is, value), (), torch.float32)
     return made
 
 
-def _same(value: torch.Tensor, _: object) -> torch.Tensor:
+def _as_it_is(value: torch.Tensor, _: object) -> torch.Tensor:
     return value
 
 

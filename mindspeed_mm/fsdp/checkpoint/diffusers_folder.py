@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -141,7 +140,7 @@ def components_bytes(source: Path) -> int:
     return size
 
 
-def _write_config(config: Mapping[str, Any], folder: Path) -> None:
+def _write_config(config: Mapping[str, object], folder: Path) -> None:
     folder.mkdir()
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

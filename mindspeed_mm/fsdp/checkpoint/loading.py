@@ -18,7 +18,8 @@ from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, read_tree
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.tree import (
     BESIDE,
@@ -296,8 +297,9 @@ class TensorIndex:
                 "read from model folders alone",
                 where=str(self.path),
                 key="training.load",
-                way_out=f"Write it as one, mm export {self.path} OUT --model MODEL, and name that in training.load. "
-                "mm-convert hf_to_dcp --is_lora_base true writes a distributed checkpoint that adapters stand on.",
+                way_out=f"Write it as one, mm export {quoted(self.path)} OUT --model MODEL, and name that in "
+                "training.load. mm-convert hf_to_dcp --is_lora_base true writes a distributed checkpoint that adapters "
+                "stand on.",
             )
         if held and not wanted:
             raise CheckpointError(
@@ -358,7 +360,7 @@ class TensorIndex:
                 way_out=WEIGHTS_ONLY,
             )
 
-    def as_stored(self, tree: Tree) -> dict[str, Any]:
+    def as_stored(self, tree: Tree) -> JsonObject:
         """The tree under the checkpoint's own keys."""
         if not self.prefix:
             return dict(tree[MODEL])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
+
+from mindspeed_mm.core.json_file import JsonObject
 
 
 class LoopState(TypedDict):
@@ -16,7 +18,7 @@ class LoopState(TypedDict):
     """Samples trained on, of all ranks."""
     skipped_in_a_row: int
     """Steps that were not applied, up to the latest one."""
-    data_position: dict[str, Any]
+    data_position: JsonObject
     """The next sample, as `DataPosition` writes it."""
     bad_samples: dict[str, str]
     """Rows that could not be used → reason."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint import committed
 from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
@@ -149,7 +149,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | None,
         ema: Ema | None = None,
         beside: TrainedBeside | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Fill a sharded model, its parameters off the meta device, and its optimizer.
 
         Args:

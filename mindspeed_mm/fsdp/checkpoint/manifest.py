@@ -13,7 +13,7 @@ from mindspeed_mm.checkpoint.layout import MANIFEST
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.core.hashed_file import FileRecord, is_checksum
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 FORMAT = "mindspeed-mm-checkpoint"
 FORMAT_VERSION = 2
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _file_record(record: dict[str, Any]) -> FileRecord:
+def _file_record(record: JsonObject) -> FileRecord:
     if record.keys() == {"size", "sha256"}:  # format version 1
         return FileRecord(size=record["size"], checksum=f"sha256:{record['sha256']}")
     return FileRecord(**record)
@@ -114,7 +114,7 @@ def _check_types(manifest: Manifest, path: Path) -> None:
             raise InvalidCheckpoint(f"is not a manifest: its entry of '{name:.80}' is mistyped", where=str(path))
 
 
-def _check_format(content: Mapping[str, Any], path: Path) -> None:
+def _check_format(content: Mapping[str, object], path: Path) -> None:
     if content.get("format") != FORMAT or type(version := content.get("format_version")) is not int:
         raise InvalidCheckpoint("is not a manifest of a checkpoint", where=str(path))
     if version > FORMAT_VERSION:
@@ -177,9 +177,11 @@ def _differing_content(path: Path, record: FileRecord) -> Problem | None:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if found == record.checksum:
         return None
-    return Problem(f"content has changed: {_short(found)}, {_short(record.checksum)} was committed", str(path))
+    return Problem(
+        f"content has changed: {_short_checksum(found)}, {_short_checksum(record.checksum)} was committed", str(path)
+    )
 
 
-def _short(checksum: str) -> str:
+def _short_checksum(checksum: str) -> str:
     name, _, digits = checksum.partition(":")
     return f"{name} {digits[:16]}…"

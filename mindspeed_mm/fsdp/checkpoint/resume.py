@@ -199,9 +199,9 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
     refused: list[Problem] = []
     data: list[Problem] = []
     before, now = ({**side, "config": without_credentials(side.get("config", {}))} for side in (before, now))
-    keys_then = _leaves(before["config"])
+    keys_then = _plain_leaves(before["config"])
     is_updated = _version(before) != _version(now)
-    for key, values in _differences(before, now, "config"):
+    for key, values in _changed_leaves(before, now, "config"):
         if key not in keys_then and key in _defaults() and values[1] == _defaults()[key]:
             continue  # a key that an older version did not have, at the value that leaves everything as it was
         problem = Problem(_change(*values), key=key)
@@ -222,14 +222,14 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
 @cache
 def _defaults() -> dict[str, object]:
     """Key → the value that it has where nothing sets it."""
-    return _leaves(Arguments().model_dump(mode="json"))
+    return _plain_leaves(Arguments().model_dump(mode="json"))
 
 
 def _data_changes(before: Context, now: Context, told: Sequence[str]) -> list[Problem]:
     """Changes of the fingerprint, each once: settings are told by their keys where those have changed too, the number
     of rows with the files that hold them, and a hash where nothing else tells of a change."""
     found = {}
-    for key, values in _differences(before, now, "dataset"):
+    for key, values in _changed_leaves(before, now, "dataset"):
         if not _is_told(key, told):
             found[key] = values
     changes = []
@@ -349,7 +349,7 @@ def _base_change(before: Context, now: Context) -> list[Problem]:
 
 
 def _environment_notes(before: Context, now: Context) -> list[str]:
-    notes = [f"{key} {_change(*values)}" for key, values in _differences(before, now, "versions")]
+    notes = [f"{key} {_change(*values)}" for key, values in _changed_leaves(before, now, "versions")]
     then, today = before.get("world_size"), now.get("world_size")
     if then != today:
         notes.append(
@@ -359,7 +359,7 @@ def _environment_notes(before: Context, now: Context) -> list[str]:
     return notes
 
 
-def _differences(before: Context, now: Context, part: str) -> list[tuple[str, tuple[object, object]]]:
+def _changed_leaves(before: Context, now: Context, part: str) -> list[tuple[str, tuple[object, object]]]:
     """(dotted key, (then, now)) of every leaf that differs once both are plain JSON, as the manifest is."""
     then, today = _json_leaves(before, part), _json_leaves(now, part)
     differences = []
@@ -370,15 +370,15 @@ def _differences(before: Context, now: Context, part: str) -> list[tuple[str, tu
 
 
 def _json_leaves(side: Context, part: str) -> dict[str, object]:
-    return _leaves(json.loads(json.dumps(side.get(part, {}), default=str)))
+    return _plain_leaves(json.loads(json.dumps(side.get(part, {}), default=str)))
 
 
-def _leaves(value: object, prefix: str = "") -> dict[str, object]:
+def _plain_leaves(value: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(value, Mapping):
         return {prefix: value}
     leaves: dict[str, object] = {}
     for key, item in value.items():
-        leaves |= _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+        leaves |= _plain_leaves(item, f"{prefix}.{key}" if prefix else str(key))
     return leaves
 
 

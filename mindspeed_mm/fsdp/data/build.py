@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
@@ -306,7 +307,7 @@ class DatasetPart(DatasetView):
         """Sample `index` as it is in an epoch."""
         return self._whole.item(self._number(index), epoch)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """That of the whole, and which part this is."""
         return {**self._whole.fingerprint(), "part": self._name, "rows": len(self)}
 

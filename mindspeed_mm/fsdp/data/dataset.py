@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam
@@ -84,7 +85,7 @@ class MMDataset:
     """Whether each sample preserves the prior (DreamBooth), for pairs of both kinds; None: none does."""
     is_raw: bool = False
     """Samples are pixels and captions, encoded while training."""
-    noted_components: Mapping[str, Any] = {}
+    noted_components: JsonMapping = {}
     """Configurations of components that the model's folder lacks and the features know."""
 
     def __len__(self) -> int:
@@ -124,7 +125,7 @@ class MMDataset:
         """
         return None
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What tells this data set from another: a resumed run compares it, and so do the ranks of a job."""
         return {"class": type(self.origin).__qualname__, "rows": len(self)}
 
@@ -143,7 +144,7 @@ class MMDataset:
 
     # --- rows of files ------------------------------------------------------------------------------------------------
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file; empty where there is none."""
         return {}
 
@@ -211,7 +212,7 @@ class DatasetView(MMDataset):
         return self._whole.measure(self._number(index))
 
     @override
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         return self._whole.row(self._number(index))
 
     @override
@@ -231,7 +232,7 @@ class DatasetView(MMDataset):
         return self._whole.build_collator(collate_param, packs=packs)
 
     @override
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return self._whole.fingerprint()
 
     @override
@@ -296,6 +297,6 @@ _OPTIONAL_METHODS = tuple(
 )
 
 
-def as_mm_dataset(dataset: Any) -> MMDataset:
+def as_mm_dataset(dataset: object) -> MMDataset:
     """The data set itself, or, where it is of another kind, wrapped."""
     return dataset if isinstance(dataset, MMDataset) else WrappedDataset(dataset)

@@ -127,7 +127,7 @@ class ParallelState:
         axes: tuple[Axis, ...] = ("dp", "cp")
         return [self.axis_group(axis) for axis in axes if self.axis_size(axis) > 1]
 
-    def __getattr__(self, name: str) -> Callable[[], Any]:
+    def __getattr__(self, name: str) -> Callable[[], object]:
         """The getters of MindSpeed-MM, which plugins written for it call, of every axis: `is_cp_enable()`,
         `get_cp_group()`, `get_cp_group_size()`, `get_cp_rank()`, `get_cp_device_mesh()`."""
         found = _GETTER.fullmatch(name)

@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import drawn_from
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -207,9 +207,9 @@ def _pieces(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def check_unified_loss(arguments: Arguments) -> None:
+def check_unified_loss(training: TrainingArguments, features: FeatureArguments) -> None:
     """Raise `ConfigError` for what a model that answers and draws is not trained with."""
-    loss_cfg, diffusion = arguments.features.loss_cfg, arguments.training.diffusion
+    loss_cfg, diffusion = features.loss_cfg, training.diffusion
     if loss_cfg.loss_type not in (None, "default", "per_token_loss", "per_sample_loss"):
         raise ConfigError(
             f"'{loss_cfg.loss_type}' is not built for models that answer and draw",

@@ -64,7 +64,11 @@ class RecordingTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Remember an operation, or do what is asked."""
         kwargs = kwargs or {}
@@ -92,12 +96,12 @@ def recording(tensor: torch.Tensor) -> RecordingTensor:
     return own
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def _name_of(func: Callable[..., object]) -> str:
     return str(attribute_at(func, "__name__", func))
 
 
 def _step_of(
-    func: Callable[..., Any], operands: tuple[object, ...], kwargs: Mapping[str, object]
+    func: Callable[..., object], operands: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[LogitStep] | None:
     """What an operation adds to the list: nothing, if it changes no value; None when it does not work on elements."""
     name = _name_of(func)
@@ -128,18 +132,18 @@ def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
     Raises:
         ConfigError: Something else than operations on elements.
     """
-    return _ask(model, head_name) or LogitSteps()
+    return _requested_steps(model, head_name) or LogitSteps()
 
 
 def known_logit_steps(model: nn.Module, head_name: str) -> LogitSteps | None:
     """The same; None where a model does something else with its logits, or its code cannot tell."""
     try:
-        return _ask(model, head_name)
+        return _requested_steps(model, head_name)
     except ConfigError:
         return None
 
 
-def _ask(model: nn.Module, head_name: str) -> LogitSteps | None:
+def _requested_steps(model: nn.Module, head_name: str) -> LogitSteps | None:
     owner = model.get_submodule(head_name.rpartition(".")[0])
     head = model.get_submodule(head_name)
     returned = recording(torch.zeros(1, 1, 2))
@@ -205,7 +209,7 @@ def _inputs_of(owner: nn.Module) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device="meta")}
 
 
-def named_output(output: object, name: str) -> Any:
+def named_output(output: object, name: str) -> object:
     """What a model's output, a dict or an object, has under a name; None where it has nothing."""
     if isinstance(output, Mapping):
         return output.get(name)

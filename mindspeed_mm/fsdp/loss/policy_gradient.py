@@ -277,7 +277,7 @@ def policy_sums(rule: PolicyRule, rows: PolicyRows) -> PolicySums:
     surrogate, clipped = _surrogate(rule, ratio, advantages, lp)
     if rows.correction_N is not None:
         surrogate = surrogate * rows.correction_N.to(lp.dtype)
-    share = _share(rule, rows, lp)
+    share = _token_shares(rule, rows, lp)
     zero = lp.new_zeros(())
     kl = divergence = zero
     if rule.beta:
@@ -326,7 +326,7 @@ def _surrogate(
     return -torch.min(bounded * advantages, within * advantages), low | high
 
 
-def _share(rule: PolicyRule, rows: PolicyRows, lp: torch.Tensor) -> torch.Tensor:
+def _token_shares(rule: PolicyRule, rows: PolicyRows, lp: torch.Tensor) -> torch.Tensor:
     """How much each token's loss counts: of a mean over an answer, its share."""
     if rule.loss_type in _OF_MEANS:
         return (1 / rows.tokens_A.clamp(min=1).to(lp.dtype)).index_select(0, rows.answer_N)

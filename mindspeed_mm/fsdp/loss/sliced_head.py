@@ -108,7 +108,7 @@ class SlicedHead:
         self._liger = liger if self._is_linear and not behind else None
         self._forward = replace_forward(head, ForwardKind.HEAD_LOSS, self)
 
-    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """(…, H) → logits; with a request, (n, H) → (2,) the sums of loss and z-loss, or (n,) log-probabilities."""
         if args and isinstance(args[-1], LogProbRequest):
             args[-1].found = recording(self._log_probs(hidden, args[-1]))

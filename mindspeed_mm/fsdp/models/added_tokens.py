@@ -262,7 +262,7 @@ def write_rows_in_config(draft: Path, folder: Path, added: AddedTokens) -> None:
         )
 
 
-def _way_to(config: Any, target: object) -> list[str]:
+def _way_to(config: object, target: object) -> list[str]:
     """Names of the sections that lead to one inside a configuration."""
     for name in attribute_at(config, "sub_configs", {}):
         section = attribute_at(config, name)

@@ -10,7 +10,7 @@ pass reads, which the record never is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -40,7 +40,7 @@ class ModelFacts:
     """Tokens that the configuration adds to the folder's vocabulary."""
     lora: LoraReport | None = None
     """The low-rank adapters that are trained."""
-    conversion_rules: list[Any] | None = None
+    conversion_rules: list[object] | None = None
     """Transformers' rules by which a folder's tensors become the model's parameters; of transformers' models only."""
     attention: AttentionChoice | None = None
     """The attention kernel that the model was built with."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import CellType
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.flash_sinks import flash_with_sinks
 from mindspeed_mm.fsdp.ops.forward_stack import Kwargs
 from mindspeed_mm.fsdp.ops.host_values import facts_of_this_call, host_values, outside_graphs, read_facts
@@ -309,7 +309,7 @@ class _Layer:
     def _scale_of(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
-    def _for_npu(self, query: torch.Tensor) -> dict[str, Any]:
+    def _for_npu(self, query: torch.Tensor) -> JsonObject:
         scale = self._scale_of(query)
         dealt = {"causal": self.causal, "window": self.window, "two_way": self.two_way}
         return dealt | {"scale": scale, "dropout": self.dropout}
@@ -393,7 +393,7 @@ def _longest(borders: torch.Tensor) -> int:
 
 
 @cache
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
+def takes_argument(function: Callable[..., object], name: str) -> bool:
     """Whether a function of torch has an argument of that name: releases that are supported differ, which is asked for,
     never told by a version. `varlen_attn` has `enable_gqa` since 2.13."""
     return name in inspect.signature(function).parameters

@@ -175,7 +175,7 @@ def choose_kernel(need: Need, device: Device) -> KernelChoice:
         refuses = kernel.refuses(need)
         if not lacks and not refuses:
             install = f"{', or '.join(faster)}: faster here than {kernel.name}" if faster else ""
-            return KernelChoice(kernel, _reason(kernel, device, passed), install)
+            return KernelChoice(kernel, _why_passed(kernel, device, passed), install)
         if not refuses and kernel.package is not None:
             faster.append(kernel.package.install)
         if not lacks or not refuses:
@@ -183,7 +183,7 @@ def choose_kernel(need: Need, device: Device) -> KernelChoice:
     raise AssertionError("the last kernel takes everything everywhere")
 
 
-def _reason(kernel: Kernel, device: Device, passed: Mapping[str, str]) -> str:
+def _why_passed(kernel: Kernel, device: Device, passed: Mapping[str, str]) -> str:
     if kernel.package is not None:
         return f"{kernel.package.distribution} {device.installed[kernel.package.distribution]} is installed"
     return "; ".join(passed.values())

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.forward_stack import Forward
 
 GRAPHS_PER_FORWARD = 32
@@ -57,7 +58,7 @@ class CountedBackend:
         self.failure = ""
         """Why the backend failed on a graph; empty where it did not."""
 
-    def __call__(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Sequence[object]) -> Callable[..., Any]:
         """What runs in the place of a traced graph; called by the compiler."""
         try:
             compiled = self._compile(graph, inputs)
@@ -75,7 +76,7 @@ class CountedBackend:
 
         return run
 
-    def _compile(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile(self, graph: object, inputs: Sequence[object]) -> Callable[..., object]:
         from torch._dynamo import lookup_backend  # see `most_graphs`
 
         backend = lookup_backend(self._name)
@@ -203,7 +204,7 @@ class CompiledForward:
 
         self._known = run(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return what the forward returns for these arguments."""
         kind, with_gradients = self._kind, torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (kind.most is not None and not with_gradients):
@@ -226,8 +227,8 @@ class CompiledForward:
         return output
 
     def _compute(
-        self, compiled: _Compilations, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, compiled: _Compilations, signature: Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         kind = self._kind
         if kind.is_used_up(compiled):
             return self._known(*args, **kwargs)
@@ -245,7 +246,7 @@ class CompiledForward:
         return CompiledForward(copy.deepcopy(self._forward, memo), copy.deepcopy(self._kind, memo))
 
 
-def _without_mark(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_mark(kwargs: dict[str, Any]) -> JsonObject:
     """A packed row of one document comes without a mask, others with an empty one, which says nothing beside borders:
     without it, they share graphs."""
     mask = kwargs.get("attention_mask")
@@ -267,7 +268,7 @@ Found = tuple[str, object, bool]
 """Name of an argument, its shape or value, and whether it has a gradient."""
 
 
-def _found(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Found]:
+def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[Found]:
     for place, value in enumerate(args):
         yield from _within(f"argument {place + 1}", value)
     for name, value in kwargs.items():

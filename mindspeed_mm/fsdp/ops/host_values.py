@@ -13,7 +13,7 @@ between two graphs; while nothing is compiled, the mark costs one call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _VALUES)
 
 
-def sent_with_values(values: list[Any], like: torch.Tensor) -> torch.Tensor:
+def sent_with_values(values: Sequence[object], like: torch.Tensor) -> torch.Tensor:
     """A tensor of values that the host has, of the type of another and beside it."""
     return moved_with_values(torch.tensor(values, dtype=like.dtype), like.device)
 
@@ -74,7 +74,7 @@ def outside_graphs(function: F) -> F:
     """Mark a function or method; `draw_graph_borders` makes the marks count."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return call.runs(*args, **kwargs)  # type: ignore[attr-defined]
 
     call.runs = function  # type: ignore[attr-defined]
@@ -131,14 +131,14 @@ def facts_of_this_call(mask: torch.Tensor) -> MaskFacts | None:
 
 def tell_facts(model: nn.Module) -> None:
     """Let the facts that came with a mask be found while the model runs on it."""
-    model.register_forward_pre_hook(_begin, with_kwargs=True)
-    model.register_forward_hook(_end, always_call=True)
+    model.register_forward_pre_hook(_note_mask, with_kwargs=True)
+    model.register_forward_hook(_forget_mask, always_call=True)
 
 
-def _begin(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
+def _note_mask(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
     mask = kwargs.get(_KEY)
     _OF_THIS_CALL.set(mask_facts_of(mask) if isinstance(mask, torch.Tensor) else None)
 
 
-def _end(_model: nn.Module, _args: object, _output: object) -> None:
+def _forget_mask(_model: nn.Module, _args: object, _output: object) -> None:
     _OF_THIS_CALL.set(None)

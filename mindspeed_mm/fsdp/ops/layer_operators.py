@@ -83,7 +83,7 @@ def graph_runs() -> Counter[str]:
 _BACKENDS = {name: CountedBackend("inductor") for name in ("norm", "rotary", "gate")}
 
 
-def _compiled(function: FunctionType, name: str) -> Callable[..., Any]:
+def _compiled(function: FunctionType, name: str) -> Callable[..., object]:
     """A function in graphs of its own, which take sizes as variables. The compiler keeps graphs by code: each function
     gets code of its own, lest many of them share one limit."""
     own = FunctionType(
@@ -93,7 +93,7 @@ def _compiled(function: FunctionType, name: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _norm_of(eps: float, offset: float, rounds_first: bool) -> Callable[..., Any]:
+def _norm_of(eps: float, offset: float, rounds_first: bool) -> Callable[..., object]:
     # As words, which stay constants: a number of Python would be a variable, copied to a tensor at every call.
     eps_word, offset_word = repr(eps), repr(offset)
 
@@ -113,5 +113,5 @@ def _rotary_of(width: int) -> Callable[..., Any]:
 
 
 @functools.cache
-def _gate() -> Callable[..., Any]:
+def _gate() -> Callable[..., object]:
     return _compiled(plain_gate, "gate")  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ def recomputed_cross_entropy(
 
     sums = []
     for part in plan.slices(len(targets_N)):
-        inputs = (hidden_NH[part], targets_N[part], _of_rows(weights_N, part))
+        inputs = (hidden_NH[part], targets_N[part], _weights_of_rows(weights_N, part))
         if torch.is_grad_enabled():
             sums.append(checkpoint(run, *inputs, use_reentrant=False))
         else:
@@ -236,14 +236,14 @@ class _Softmax:
 
     def run(self, logits_SV: Tensor, targets_S: Tensor, part: slice, losses_N: Tensor, logsums_N: Tensor) -> None:
         """Fill in the losses and log Σ exp of these rows; leave the gradient in `logits_SV`."""
-        weights_S = _as(_of_rows(self._weights_N, part), losses_N)
+        weights_S = _as(_weights_of_rows(self._weights_N, part), losses_N)
         losses_S, logsums_S = losses_N[part], logsums_N[part]
         at_a_time = max(1, _wide_numbers(logits_SV) // max(1, logits_SV.shape[1]))
         if self._plan.vocabulary is not None:  # fewer collectives
             at_a_time = max(1, len(logits_SV))
         for start in range(0, len(logits_SV), at_a_time):
             few = slice(start, start + at_a_time)
-            weights_R = _of_rows(weights_S, few)
+            weights_R = _weights_of_rows(weights_S, few)
             losses_S[few], logsums_S[few] = self._rows(logits_SV[few], targets_S[few], weights_R, losses_N.dtype)
 
     def _rows(
@@ -390,7 +390,7 @@ def _weighed(numbers_N: Tensor, weights_N: Tensor | None) -> Tensor:
     return numbers_N @ weights_N
 
 
-def _of_rows(weights: Tensor | None, rows: slice) -> Tensor | None:
+def _weights_of_rows(weights: Tensor | None, rows: slice) -> Tensor | None:
     return None if weights is None else weights[rows]
 
 

@@ -95,7 +95,7 @@ def _block_length(window: int) -> int:
     return min(max(window, SHORTEST_BLOCK), LONGEST_BLOCK)
 
 
-def _blocks(queries: int, keys: int, window: _Window) -> Iterator[_Reach]:
+def _reaches(queries: int, keys: int, window: _Window) -> Iterator[_Reach]:
     length, before = _block_length(window.length), keys - queries
     for first in range(0, queries, length):
         end = min(first + length, queries)
@@ -129,7 +129,7 @@ class _InBlocks(torch.autograd.Function):
         ctx.attend, ctx.window = attend, window
         ctx.save_for_backward(q, k, v, sinks)
         output, masks = q.new_empty(*q.shape[:3], v.shape[3]), _Masks(window, k.shape[2] - q.shape[2], q.device)
-        for block in _blocks(q.shape[2], k.shape[2], window):
+        for block in _reaches(q.shape[2], k.shape[2], window):
             output[:, :, block.first : block.end] = attend(*block.of(q, k, v), masks.of(block), sinks)
         return output
 
@@ -142,7 +142,7 @@ class _InBlocks(torch.autograd.Function):
         of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         of_k, of_v = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-        for block in _blocks(q.shape[2], k.shape[2], ctx.window):
+        for block in _reaches(q.shape[2], k.shape[2], ctx.window):
             leaves = [part.detach().requires_grad_() for part in block.of(q, k, v)]
             asked = leaves if sinks is None else [*leaves, sinks.detach().requires_grad_()]
             with torch.enable_grad():

@@ -129,7 +129,7 @@ def _block_of(shape: tuple[int, ...]) -> int:
     """Numbers that are packed together, 0 for a parameter that is too small or of no fitting width."""
     if len(shape) < 2 or math.prod(shape) < LEAST_NUMEL:
         return 0
-    return next((size for size in _blocks() if shape[-1] % size == 0), 0)
+    return next((size for size in _block_sizes() if shape[-1] % size == 0), 0)
 
 
 def check_packages(choice: str | None) -> None:
@@ -152,7 +152,7 @@ def rounded_to_bf16(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     return noise.add_(_single(numbers).view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
-def _blocks() -> list[int]:
+def _block_sizes() -> list[int]:
     """Sizes of a block, the largest first."""
     return [BLOCK >> shift for shift in range(BLOCK.bit_length()) if BLOCK >> shift >= LEAST_BLOCK]
 
@@ -171,13 +171,13 @@ def _numbers(is_signed: bool, device: torch.device) -> torch.Tensor:
 def _codes(numbers: torch.Tensor, is_signed: bool) -> torch.Tensor:
     """Codes of the nearest of the 256. The upper half of a number's bits decides all but the last step: between two
     neighbours in bf16 lies one border at most. A search would take several times as long."""
-    borders, starts = _borders(is_signed, numbers.device)
+    borders, starts = _packing_borders(is_signed, numbers.device)
     start = starts.index_select(0, (numbers.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
     return start + (numbers >= borders.index_select(0, start))
 
 
 @cache
-def _borders(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _packing_borders(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Borders halfway between the 256, above which a number is packed upwards; the code of the least number with each
     upper half of bits."""
     numbers = _numbers(is_signed, device)

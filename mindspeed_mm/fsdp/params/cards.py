@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
@@ -107,8 +107,8 @@ class PluginKeys:
     A dataset's key may name a sub-section: `basic_parameters.frames`.
     """
 
-    model: Mapping[str, Any] = field(default_factory=dict)
-    dataset: Mapping[str, Any] = field(default_factory=dict)
+    model: JsonMapping = field(default_factory=dict)
+    dataset: JsonMapping = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ModelCard:
     file::function [case] of a test that has others, too."""
     epochs: int | None = None
     """Of a generator: the passes over the data that diffusers' own command trains for, where it counts passes."""
-    smallest: Mapping[str, Any] = field(default_factory=dict)
+    smallest: JsonMapping = field(default_factory=dict)
     """What its smallest YAML has beside the model, the rows and the training: sections of a configuration."""
     freeze: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Part of the model → its modules, as `model.freeze` takes them."""
@@ -191,7 +191,7 @@ def families() -> tuple[ModelCard, ...]:
     return tuple(found)
 
 
-def _by_id(folder: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _by_id(folder: str) -> Iterator[tuple[str, JsonObject, str]]:
     """(id, its card, the card's folder) of everything that is registered below a folder."""
     for card, name in _cards(folder):
         for identity in card["ids"]:
@@ -199,7 +199,7 @@ def _by_id(folder: str) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 @cache
-def model_cards() -> dict[str, Mapping[str, Any]]:
+def model_cards() -> dict[str, JsonMapping]:
     """Built-in model id → its own keys with their defaults."""
     return {name: card.get("keys") or {} for name, card, _ in _by_id("models")}
 
@@ -211,7 +211,7 @@ def module_names() -> dict[str, Mapping[str, str]]:
 
 
 @cache
-def dataset_cards() -> dict[str, Mapping[str, Any]]:
+def dataset_cards() -> dict[str, JsonMapping]:
     """Built-in dataset type → its own keys with their defaults."""
     return {name: card.get("keys") or {} for name, card, _ in _by_id("data/datasets")}
 
@@ -293,7 +293,7 @@ def has_own_class(transformer: str) -> bool:
 
 
 @cache
-def _cards(folder: str) -> list[tuple[dict[str, Any], str]]:
+def _cards(folder: str) -> list[tuple[JsonObject, str]]:
     """The cards of a room, each with the name of its folder."""
     found = []
     for path in sorted((_ENGINE / folder).glob("*/card.yaml")):

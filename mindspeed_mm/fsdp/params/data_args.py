@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.value_types import (
     Flag,
     Names,
@@ -131,12 +132,12 @@ class DataEntry(Section):
     companions: dict[str, PathText] | None = None
     """Folders of further media of this dataset, by the column that they provide (`{source: before, mask: masks}`): each
     file has the name of the medium that it belongs to, with any extension. For generators only."""
-    sizes: dict[str, Any] | None = None
+    sizes: JsonObject | None = None
     """Sizes of this dataset's media, overriding those of `preprocess_parameters`: `height` and `width`, `buckets` or
     `max_pixels`, and `num_frames`."""
 
 
-def _files(value: Any) -> Any:
+def _files(value: object) -> object:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     entries = value if isinstance(value, list | tuple) else [value]

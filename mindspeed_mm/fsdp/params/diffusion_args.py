@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 
 
-def _shift(value: Any) -> Any:
+def _shift(value: object) -> object:
     if value is None or value == "resolution":
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
@@ -30,7 +30,7 @@ def _shift(value: Any) -> Any:
     raise fault(f"{show(value)} is not null, resolution or a number above 0")
 
 
-def _range(value: Any) -> Any:
+def _range(value: Any) -> object:
     if value is None:
         return value
     is_pair = isinstance(value, list | tuple) and len(value) == 2

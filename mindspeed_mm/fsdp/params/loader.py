@@ -17,8 +17,9 @@ from pydantic import ValidationError
 
 from mindspeed_mm.core.config_path import steps_of
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import REDACTED, redact, remember_secrets
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.plan import memory_notes
@@ -198,7 +199,7 @@ def load_config(
     arguments = _validate(root, notes)
     if arguments is None or notes.problems:
         if arguments is not None and ranks:
-            notes.problems += _problems_of_sizes(arguments, ranks, root)
+            notes.problems += _problems_of_sizes(arguments.parallel, ranks, root)
         once = {_identity(problem): problem for problem in reversed(notes.problems)}
         ordered = sorted(once.values(), key=_by_line)
         raise ConfigError(count_problems(path, ordered), problems=ordered)
@@ -237,9 +238,9 @@ def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
     return value_at_key(_read(given, overrides, None)[1], key)
 
 
-def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
+def resolved_dict(config: ResolvedConfig) -> JsonObject:
     """The whole configuration as plain values, without secrets."""
-    values: dict[str, Any] = redact(config.arguments.to_dict())
+    values: JsonObject = redact(config.arguments.to_dict())
     return values
 
 
@@ -259,7 +260,7 @@ def _path_of(given: Given) -> Path:
 
 def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
     """The file's text, and its tree with the overrides in it, every key under the name that it has here."""
-    text, root, problems = _parse(given)
+    text, root, problems = _parsed(given)
     notes = Notes(problems=problems)
     if not isinstance(root.value, dict):
         what = "the file is empty" if root.value is None else "the file does not hold sections"
@@ -285,7 +286,7 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
     return text, root, notes
 
 
-def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
+def _parsed(given: Given) -> tuple[str, Node, list[Problem]]:
     """The text, its tree, and what is wrong with the text."""
     if isinstance(given, Path):
         text = read_config_text(given)
@@ -307,14 +308,14 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
     for problem in check_cross_section(arguments):
         notes.problems.append(replace(problem, where=problem.where or _where(root, problem.key)))
     notes.warnings += _warn_meaningless(root)
-    for note in memory_notes(arguments):
+    for note in memory_notes(arguments.data, arguments.training, arguments.features):
         notes.warnings.append(replace(note, where=_where(root, note.key)))
     return arguments
 
 
-def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Problem]:
+def _problems_of_sizes(parallel: ParallelArguments, ranks: int, root: Node) -> list[Problem]:
     try:
-        resolve_parallel_sizes(arguments.parallel, ranks)
+        resolve_parallel_sizes(parallel, ranks)
     except ConfigError as error:
         return [replace(each, where=_where(root, each.key.split(" · ")[0])) for each in error.problems]
     return []
@@ -355,10 +356,10 @@ def _by_line(problem: Problem) -> tuple[int, int]:
 
 
 def _origins(arguments: Arguments, root: Node, card_defaults: set[str]) -> dict[str, Origin]:
-    return {key: _origin(key, root, card_defaults) for key, _ in leaves(arguments.to_dict())}
+    return {key: _origin_of_key(key, root, card_defaults) for key, _ in leaves(arguments.to_dict())}
 
 
-def _origin(key: str, root: Node, card_defaults: set[str]) -> Origin:
+def _origin_of_key(key: str, root: Node, card_defaults: set[str]) -> Origin:
     entry = find(root, key)
     if key in card_defaults:
         return Origin("card")

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "corda", "loftq", "orthogonal")
 
 
-def _initialisation(value: Any) -> Any:
+def _initialisation(value: object) -> object:
     if isinstance(value, bool) or value in _INITIALISATIONS:
         return value
     if isinstance(value, str) and re.fullmatch(r"pissa_niter_\d+", value):
@@ -36,7 +36,7 @@ OLDER_DEFAULT = ("q_proj", "k_proj", "v_proj")
 """What `target_modules` was in runs of older versions that did not set it."""
 
 
-def _targets(value: Any) -> Any:
+def _targets(value: object) -> object:
     return None if value is None else names_of(value)
 
 

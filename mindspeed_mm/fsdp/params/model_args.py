@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.value_types import Flag, Natural, Number, OpenSection, PathText, Patterns, Tokens, renamed
 
 Kernel = Literal["eager", "triton", "ascendc"]
@@ -82,5 +83,5 @@ class ModelArguments(OpenSection):
     quantize_encoders: Literal["nf4", "int8"] | None = None
     """Keep the linear layers of a generative model's frozen text and picture encoders in 4 or 8 bits, in extraction, in
     training on raw media and in sampling: they take less memory, and features differ a little."""
-    transformer: dict[str, Any] | None = None
+    transformer: JsonObject | None = None
     """Settings of a generative model's denoising transformer."""

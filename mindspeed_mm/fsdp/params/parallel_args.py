@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -21,13 +21,13 @@ from mindspeed_mm.fsdp.params.value_types import (
 )
 
 
-def _size_or_auto(value: object) -> Any:
+def _size_or_auto(value: object) -> object:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise fault(f"{show(value)} is neither auto nor a whole number from 1")
 
 
-def _reshard(value: object) -> Any:
+def _reshard(value: object) -> object:
     words = {"yes": True, "on": True, "no": False, "off": False}
     found = words.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(found, bool) or (isinstance(found, int) and found >= 1):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.value_types import (
     Flag,
     Natural,
@@ -59,7 +60,7 @@ PAIR_LOSSES = {
 """Losses of preference pairs, as `posttrain.dpo.loss_type` names them."""
 
 
-def _loss_types(value: Any) -> Any:
+def _loss_types(value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise fault(f"{show(value)} is not a list of losses")
@@ -69,7 +70,7 @@ def _loss_types(value: Any) -> Any:
     return tuple(names)
 
 
-def _old_decay(value: Any) -> Any:
+def _old_decay(value: object) -> object:
     if value == "linear":
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
@@ -77,7 +78,7 @@ def _old_decay(value: Any) -> Any:
     raise fault(f"{show(value)} is not linear or a number from 0 to below 1")
 
 
-def _noise_levels(value: Any) -> Any:
+def _noise_levels(value: object) -> object:
     steps = tuple(value) if isinstance(value, list | tuple) else ()
     if not steps or any(not isinstance(step, int) or isinstance(step, bool) for step in steps):
         raise fault(f"{show(value)} is not a list of whole numbers")
@@ -346,7 +347,7 @@ class RewardArguments(Section):
     """Name of a built-in reward, or of one that a plugin registers."""
     weight: Number = 1.0
     """Weight of this reward in the sum."""
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: JsonObject = Field(default_factory=dict)
     """Keyword arguments of the reward."""
     timeout_s: Seconds = 60.0
     """Longest wait for an answer to one request, in seconds, for rewards that ask a server."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.model_kinds import GENERATOR, GENERATOR_INDEX, kind_of_folder
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import TrainingArguments
 from mindspeed_mm.fsdp.params.cards import ModelCard, families, transformer_ids
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
@@ -33,15 +33,14 @@ class RunLength:
         return "one epoch" if self.epochs == 1 else f"{self.epochs} epochs"
 
 
-def run_length(arguments: Arguments) -> RunLength:
+def run_length(model: ModelArguments, training: TrainingArguments) -> RunLength:
     """The length of a run: `train_epochs`, else `train_iters`; without both, that of the model's family."""
-    training = arguments.training
     if training.train_epochs is not None:
         return RunLength(epochs=training.train_epochs)
     if training.train_iters is not None:
         return RunLength(steps=training.train_iters)
-    card = _card(arguments.model)
-    is_generator = kind_of_folder(arguments.model.model_name_or_path) is GENERATOR
+    card = _card(model)
+    is_generator = kind_of_folder(model.model_name_or_path) is GENERATOR
     if card is not None and card.epochs is not None:
         return RunLength(epochs=card.epochs, is_given=False)
     if is_generator or (card is not None and card.task in _PICTURE_TASKS):

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.other_tools import keys_with_value, suggested_keys, suggested_sentences
@@ -43,7 +44,7 @@ class KeyReference:
     """What this version takes, where that is less than the schema."""
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """JSON schema of the whole configuration, for editors."""
     schema = Arguments.model_json_schema() | {"title": "MindSpeed-MM configuration"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

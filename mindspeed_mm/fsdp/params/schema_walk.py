@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.value_types import PATTERNS, OpenSection, Section
 
 
-def section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: object) -> type[Section] | None:
     """The section class inside a field's type, be it optional or a tuple of sections."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
@@ -53,6 +53,6 @@ def pattern_keys() -> tuple[str, ...]:
     return tuple(key for key, info in walk_fields() if PATTERNS in info.metadata or _is_patterns(info.annotation))
 
 
-def _is_patterns(annotation: Any) -> bool:
+def _is_patterns(annotation: object) -> bool:
     """Whether a type, or a part of a union, is `Patterns`."""
     return PATTERNS in get_args(annotation) or any(_is_patterns(part) for part in get_args(annotation))

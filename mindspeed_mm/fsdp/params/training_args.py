@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, EmaArguments, SamplingArguments
 from mindspeed_mm.fsdp.params.evaluate_args import EvaluateArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
@@ -55,7 +56,7 @@ OPTIMIZERS = {
 """By their names in `training.optimizer`."""
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """One name, names with commas between them, or a list."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
@@ -82,7 +83,7 @@ class QuantizationPlan(Section):
     """Patterns of the modules that are not quantised."""
     quant_converters: Names = ()
     """Names of the converters that replace modules."""
-    extra_args: dict[str, Any] = Field(default_factory=dict)
+    extra_args: JsonObject = Field(default_factory=dict)
     """Additional settings that the recipe accepts."""
     enable_fsdp_low_precision_all_gather: Flag = True
     """Gather sharded parameters in the low precision."""

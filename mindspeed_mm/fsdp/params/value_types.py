@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import hide, is_below_secret
 
 REVEALED = {"revealed": True}
@@ -50,8 +51,8 @@ class Section(BaseModel):
         return {} if value is None else value
 
     @model_serializer(mode="wrap")
-    def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        values: dict[str, Any] = dump(self)
+    def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> JsonObject:
+        values: JsonObject = dump(self)
         if info.context == REVEALED:
             return values
         own = self.__dict__
@@ -61,7 +62,7 @@ class Section(BaseModel):
                 values[name] = hide(value, name)
         return values
 
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+    def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
         for name, value in super().__repr_args__():
             yield name, hide(value, name or "")
 
@@ -97,12 +98,12 @@ class Section(BaseModel):
         """The value of a key, or the default where there is no such key."""
         return self._entries().get(key, default)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain dicts and lists all the way down, as the YAML has them, secrets too. A copy: changing it changes no
         section."""
         return self.model_dump(mode="json", context=REVEALED)
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> JsonObject:
         return {**self.__dict__, **(self.model_extra or {})}
 
 
@@ -189,7 +190,7 @@ def names_of(value: object) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _tokens(value: object) -> object:
+def _token_list(value: object) -> object:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -241,7 +242,7 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """A path; relative ones are tried against the working directory, then against the YAML's folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(names_of)]
 """A list of names; one alone may stand without brackets."""
-Tokens = Annotated[tuple[str, ...], BeforeValidator(_tokens)]
+Tokens = Annotated[tuple[str, ...], BeforeValidator(_token_list)]
 """A list of different tokens; in a file, the path of a text with one token a line."""
 PATTERNS = "patterns"
 """Marks the type of a key whose texts are patterns of module or parameter names."""

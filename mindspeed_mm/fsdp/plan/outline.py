@@ -85,7 +85,7 @@ def build_outline(
     with arguments_at_hand(arguments):
         model = _build(arguments, given, collected, may_be_empty=may_be_empty)
     collected.attempt(check_processor, model, processor)
-    for step in _steps(model, arguments, packs=packs):
+    for step in _building_steps(model, arguments, packs=packs):
         collected.attempt(step)
     if errors is None:
         collected.raise_all("the model cannot be prepared as the configuration says")
@@ -111,7 +111,7 @@ def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedError
         return build(arguments.model.model_copy(update={"freeze": ()}))
 
 
-def _steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Callable[[], object]]:
+def _building_steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Callable[[], object]]:
     """What is done to the built model, in order; each step changes it."""
     section, features, lora = arguments.model, arguments.features, arguments.training.lora
     grouped, skip_padding = section.use_grouped_expert_matmul, features.skip_moe_pad_tokens

@@ -48,7 +48,7 @@ from mindspeed_mm.fsdp.loss.router_aux import check_routers, router_numbers
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, resolve_groups
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, TrainingArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
@@ -110,7 +110,7 @@ def resolve_plan(
     if parallel is not None and features is not None:
         errors.attempt(_check_stages, parallel, features)
         if trains:
-            errors.attempt(_check_state_rows, model, arguments, parallel)
+            errors.attempt(_check_state_rows, model, arguments.training, parallel)
     errors.raise_all(HEADLINE)
     assert parallel is not None and features is not None and groups is not None
     # A rank on its own need not agree with others about media.
@@ -176,7 +176,7 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
 def _check_both_losses(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
     from mindspeed_mm.fsdp.loss.denoised_pictures import check_unified_loss  # a run of a language model starts without
 
-    errors.attempt(check_unified_loss, arguments)
+    errors.attempt(check_unified_loss, arguments.training, arguments.features)
     _check_token_loss(outline, arguments, errors)
 
 
@@ -205,9 +205,9 @@ def _check_stages(parallel: ParallelPlan, features: FeaturePlan) -> None:
     errors.raise_all("the features do not fit the stages")
 
 
-def _check_state_rows(model: nn.Module, arguments: Arguments, parallel: ParallelPlan) -> None:
+def _check_state_rows(model: nn.Module, training: TrainingArguments, parallel: ParallelPlan) -> None:
     """Moments are packed along rows, which must not be cut within a block."""
-    if arguments.training.optimizer_state_dtype != "int8":
+    if training.optimizer_state_dtype != "int8":
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 1:

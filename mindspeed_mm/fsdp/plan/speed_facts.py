@@ -8,7 +8,7 @@ from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.features.speed.choice import Machine, SpeedFacts
 from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.run_length import run_length
 
@@ -23,9 +23,9 @@ def speed_facts(arguments: Arguments, machine: Machine | None = None, *, trains:
     """
     return SpeedFacts(
         machine or Machine.here(),
-        run_length(arguments).steps,
-        keeps_rounding=_keeps_rounding(arguments),
-        compiles_nothing=_compiles_nothing(arguments),
+        run_length(arguments.model, arguments.training).steps,
+        keeps_rounding=_keeps_rounding(arguments.parallel),
+        compiles_nothing=_compiles_nothing(arguments.training, arguments.posttrain),
         keeps_blocks=_keeps_blocks(arguments) if trains else "the model is compared with, not trained",
     )
 
@@ -44,16 +44,16 @@ def describe_choices(model: nn.Module, features: FeaturePlan) -> list[str]:
     return [*lines, f"compiled blocks: {compiled}"]
 
 
-def _keeps_rounding(arguments: Arguments) -> str:
-    if arguments.parallel.fsdp_plan.param_dtype == "fp64":
+def _keeps_rounding(parallel: ParallelArguments) -> str:
+    if parallel.fsdp_plan.param_dtype == "fp64":
         return "kernels round fp64 to fp32"
     return ""
 
 
-def _compiles_nothing(arguments: Arguments) -> str:
-    if arguments.training.use_deter_comp:
+def _compiles_nothing(training: TrainingArguments, posttrain: PosttrainArguments) -> str:
+    if training.use_deter_comp:
         return "training.use_deter_comp wants the same bits twice, and a compiler chooses kernels by timing them"
-    if draws_samples(arguments):
+    if draws_samples(posttrain):
         return "answers are drawn token by token, where calling a compiled function takes longer than what it computes"
     return ""
 

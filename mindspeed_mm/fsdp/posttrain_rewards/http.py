@@ -154,7 +154,7 @@ class HttpReward:
             OutboundError: The server cannot be reached, is too slow or answers with something else.
         """
         names = list(ids) or list(map(str, range(len(prompts))))
-        samples = list(map(_sample, names, prompts, completions, rows))
+        samples = list(map(_request_sample, names, prompts, completions, rows))
         parts = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         with ThreadPoolExecutor(self._concurrency) as pool:
             return list(chain.from_iterable(pool.map(self._score, parts)))
@@ -179,7 +179,7 @@ class HttpReward:
             raise
 
 
-def _sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]:
+def _request_sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]:
     text, media = None, []
     if isinstance(completion, str):
         text = completion

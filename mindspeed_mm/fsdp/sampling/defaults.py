@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import family_class
 from mindspeed_mm.fsdp.params.data_args import DataArguments
@@ -65,7 +66,7 @@ def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = ""
     stated = adapter.usage.guidance
     if stated is None:
         stated = own.get(adapter.guidance_argument)
-    filling: dict[str, Any] = {
+    filling: JsonObject = {
         "num_inference_steps": steps,
         "guidance_scale": float(stated) if isinstance(stated, int | float) else None,
         "num_frames": _frames(adapter, own),
@@ -74,7 +75,7 @@ def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = ""
     return sampling.model_copy(update={name: value for name, value in filling.items() if sampling[name] is None})
 
 
-def _pipeline_defaults(adapter: DiffusionAdapter) -> Mapping[str, Any]:
+def _pipeline_defaults(adapter: DiffusionAdapter) -> JsonMapping:
     """Argument of the pipeline's `__call__` → its default, of those that have one."""
     parameters = inspect.signature(family_class(adapter, adapter.pipelines[adapter.task]).__call__).parameters
     return {name: each.default for name, each in parameters.items() if each.default not in (each.empty, None)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import parse_row
@@ -176,7 +176,7 @@ def _read_rows(path: Path, media: MediaLoader, first_number: int) -> list[Prompt
     return prompts
 
 
-def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader) -> Prompt:
+def _prompt(row: JsonMapping, number: int, place: str, media: MediaLoader) -> Prompt:
     try:
         row = spread_lists(row, SEVERAL)
     except ValueError as error:

@@ -20,6 +20,7 @@ from torch import nn
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -69,7 +70,7 @@ class SampleOrder:
         """Name of its file without the ending: prompt, sample, words of the prompt."""
         return f"{self.prompt.number:0{digits}}_{self.number:02}_{self.prompt.slug}"
 
-    def describe(self, sampling: SamplingArguments) -> dict[str, Any]:
+    def describe(self, sampling: SamplingArguments) -> JsonObject:
         """What a manifest says of it: with the model and the other settings it can be made again."""
         prompt = self.prompt
         return {

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.patterns import pattern_of
 from mindspeed_mm.fsdp.params.tools_args import MemoryProfile
 from mindspeed_mm.fsdp.tools.memory_tracker import CATEGORIES, MemoryPeak, MemoryTracker
@@ -134,7 +135,7 @@ class MemoryReport:
     allocated_peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     """The same as an accelerator's allocator counts it."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all fields by name, nested ones too, for a JSON file."""
         return asdict(self)
 

@@ -191,7 +191,11 @@ class MemoryTracker(TorchDispatchMode):
         self._watches.clear()
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a subclass goes first: what it does with plain tensors comes here afterwards
@@ -319,10 +323,10 @@ class MemoryTracker(TorchDispatchMode):
         self._optimizing = False
         self._note_state()
 
-    def _resizing(self) -> Any:
+    def _resizing(self) -> object:
         real = self._real_resize
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = real(storage, size)
             held = self._live.get(storage._cdata)
             if storage.device.type == self._device_type:

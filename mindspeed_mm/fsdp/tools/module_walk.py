@@ -8,7 +8,6 @@ called it, unless an inner module has labelled it before; gradients that reach a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -102,7 +101,7 @@ class ModuleWalk:
                 node.metadata[_LABEL] = name
                 node.register_prehook(self._arrival(name))
 
-    def _arrival(self, name: str) -> Callable[[Any], None]:
+    def _arrival(self, name: str) -> Callable[[object], None]:
         def prehook(_gradients: object) -> None:
             if self.in_backward and name != self._backward:
                 self._on_switch()

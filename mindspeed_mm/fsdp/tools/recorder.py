@@ -45,7 +45,7 @@ def profiler_module() -> ModuleType:
     return torch.profiler if get_device_type() != "npu" else importlib.import_module("torch_npu.profiler")
 
 
-def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[Any]:
+def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[object]:
     """What of this machine a profiler records: the host where it is asked for, and the device if it has a name for it.
     Backends from outside of torch share one name."""
     device = get_device_type()

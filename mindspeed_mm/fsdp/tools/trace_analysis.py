@@ -220,14 +220,14 @@ def analyse_columns(columns: TraceColumns) -> Times:
 def _window(columns: TraceColumns) -> tuple[Intervals, int]:
     """The moments of the steps, and how many they are; of a trace that names none: from its first event to its last."""
     for prefix in (ranges.STEP, _STEP_OF_TORCH):
-        named = _named(columns, prefix)
+        named = _stretches_named(columns, prefix)
         if len(named):
             return intervals.union(columns.begin[named], columns.end[named]), len(set(columns.name[named].tolist()))
     known = columns.kind != Kind.OTHER
     return np.array([[columns.begin[known].min(), columns.end[known].max()]]), 1
 
 
-def _named(columns: TraceColumns, *prefixes: str) -> NDArray[np.int64]:
+def _stretches_named(columns: TraceColumns, *prefixes: str) -> NDArray[np.int64]:
     """Stretches of the host whose names begin so."""
     fits = np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)
     return np.flatnonzero((columns.kind == Kind.RANGE) & fits[columns.name])
@@ -238,7 +238,7 @@ def _covered(columns: TraceColumns, events: NDArray[np.int64] | NDArray[np.bool_
 
 
 def _share_out(columns: TraceColumns, window: Intervals, times: Times) -> None:
-    waits = _covered(columns, _named(columns, ranges.DATA_WAIT, *_LOADERS))
+    waits = _covered(columns, _stretches_named(columns, ranges.DATA_WAIT, *_LOADERS))
     compute, communication = _work(columns)
     copy_in = _covered(columns, columns.kind == Kind.TO_DEVICE)
     copy_out = _covered(columns, columns.kind == Kind.FROM_DEVICE)
@@ -248,7 +248,7 @@ def _share_out(columns: TraceColumns, window: Intervals, times: Times) -> None:
     if columns.has_device:
         order.append((DATA, waits))
     else:
-        order[0:0] = [(DATA, waits), (COPY_IN, _covered(columns, _named(columns, ranges.TO_DEVICE)))]
+        order[0:0] = [(DATA, waits), (COPY_IN, _covered(columns, _stretches_named(columns, ranges.TO_DEVICE)))]
     left = window
     for name, moments in order:
         after = intervals.minus(left, moments)
@@ -328,7 +328,7 @@ def _count_phases(columns: TraceColumns, nesting: Nesting, times: Times) -> None
     events, seconds, givers = _work_events(columns, nesting)
     given_at = np.where(givers >= 0, columns.begin[givers], columns.begin[events])
     for phase in ranges.PHASES:
-        named = [event for event in _named(columns, phase) if columns.names[columns.name[event]] == phase]
+        named = [event for event in _stretches_named(columns, phase) if columns.names[columns.name[event]] == phase]
         if named:
             stretches = _covered(columns, np.array(named))
             work = float(seconds[intervals.locate(stretches, given_at) >= 0].sum())

@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 
 # --- columns ----------------------------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class _Numbers:
     def __init__(self) -> None:
         self.of: dict[Any, int] = {}
 
-    def __call__(self, word: Any) -> int:
+    def __call__(self, word: object) -> int:
         return self.of.setdefault(word, len(self.of))
 
 
@@ -107,7 +108,7 @@ class _Reading:
         self.names, self.lanes = _Numbers(), _Numbers()
         self.processes: dict[str, str] = {}
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: JsonObject) -> None:
         """Keep an event, if it matters."""
         phase, category = event.get("ph"), event.get("cat")
         if phase == "M":
@@ -144,7 +145,7 @@ def _kind(name: str, category: str | None) -> Kind:
     return kind
 
 
-def _number(details: dict[str, Any], *keys: str) -> int:
+def _number(details: Mapping[str, object], *keys: str) -> int:
     for key in keys:
         value = details.get(key)
         if isinstance(value, int):
@@ -252,7 +253,7 @@ class TraceFile:
     _at: int = field(default=0, repr=False)
     _is_read: bool = field(default=False, repr=False)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[JsonObject]:
         """Every event but the calls of Python functions, in the order of the file.
 
         Raises:
@@ -273,7 +274,7 @@ class TraceFile:
         content: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_gzip else raw  # type: ignore[assignment]
         return io.TextIOWrapper(content, encoding="utf-8", errors="replace")
 
-    def _events(self, file: IO[str]) -> Iterator[dict[str, Any]]:
+    def _events(self, file: IO[str]) -> Iterator[JsonObject]:
         self._find_list(file)
         decode = json.JSONDecoder(strict=False).raw_decode
         while True:

@@ -69,7 +69,7 @@ def bottleneck(analysis: Analysis) -> Bottleneck:
     return Bottleneck(*_REMEDIES[worst](total, what))
 
 
-def _data(_: Times, what: str) -> tuple[str, str, str]:
+def _waits_for_data(_: Times, what: str) -> tuple[str, str, str]:
     return (
         "data-bound",
         what,
@@ -126,7 +126,7 @@ def _idle(total: Times, what: str) -> tuple[str, str, str]:
     )
 
 
-_REMEDIES = {DATA: _data, COPY_IN: _copy_in, COPY_OUT: _copy_out, COMMUNICATION: _communication, IDLE: _idle}
+_REMEDIES = {DATA: _waits_for_data, COPY_IN: _copy_in, COPY_OUT: _copy_out, COMMUNICATION: _communication, IDLE: _idle}
 
 
 def summary_lines(analysis: Analysis, top: int) -> list[str]:

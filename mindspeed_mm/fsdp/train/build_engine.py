@@ -5,15 +5,15 @@ run jumps that is resumed with another length or another schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.optimizer.clip_grad import NormAverage
 from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, FeatureArguments, ParallelArguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -40,16 +40,15 @@ from mindspeed_mm.fsdp.train.step.forward_backward import (
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 
 
-def build_average(model: nn.Module, arguments: Arguments) -> Ema | None:
+def build_average(model: nn.Module, training: TrainingArguments, posttrain: PosttrainArguments) -> Ema | None:
     """The copy of what is trained that follows it: an average of the weights, the policy that draws samples, or the one
     that it is compared with."""
-    posttrain = arguments.posttrain
     if has_moving_reference(posttrain):
         kept = 1 - posttrain.reference.mixup_alpha
         return MovingReference(model, posttrain.reference.sync_steps, lambda _step: kept)
     decay = posttrain.nft.old_decay
     if posttrain.method != "nft" or decay == 0:
-        return Ema(model, arguments.training.ema) if arguments.training.ema.enable else None
+        return Ema(model, training.ema) if training.ema.enable else None
     from mindspeed_mm.fsdp.loss.flow_objectives import old_policy_decay  # a plain run starts without it
 
     steps_of_rollout = posttrain.grpo.steps_per_generation * posttrain.grpo.num_iterations
@@ -105,9 +104,10 @@ def build_engine(
         phase=job.phase,
         autopsy=partial(_memory_report, arguments, job.world_size, job.device.type),
         meter=assembled.utilisation.meter,
-        loss_scale=build_loss_scale(arguments),
+        loss_scale=build_loss_scale(arguments.parallel, arguments.training),
         norm_average=None if decay is None else NormAverage(decay),
-        late=job.device.type != "cpu" and not why_steps_wait(arguments, optimizer, ema, job.device),
+        late=job.device.type != "cpu"
+        and not why_steps_wait(arguments.parallel, arguments.training, arguments.posttrain, optimizer, ema, job.device),
     )
 
 
@@ -120,7 +120,12 @@ def _memory_report(
 
 
 def why_steps_wait(
-    arguments: Arguments, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device
+    parallel: ParallelArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    device: torch.device,
 ) -> str:
     """Why the host must know the numbers of each step before it goes on, for which it waits on an accelerator; empty
     where it need not.
@@ -133,21 +138,20 @@ def why_steps_wait(
     """
     if not (isinstance(optimizer, ShardedAdamW) and optimizer.can_leave_out_on(device)):
         return f"{kind_of(optimizer)} as it is configured cannot leave out an update on the device"
-    if build_loss_scale(arguments) is not None:
+    if build_loss_scale(parallel, training) is not None:
         return "the next step needs its loss scale"
-    if trains_critic(arguments):
+    if trains_critic(posttrain):
         return "the critic is trained in front of each update"
-    if draws_samples(arguments) or (ema is not None and not ema.is_result):
+    if draws_samples(posttrain) or (ema is not None and not ema.is_result):
         return "the next step needs a policy that follows it"
     return ""
 
 
-def continue_from(engine: TrainEngine, state: LoopState, arguments: Arguments, job: Job) -> None:
+def continue_from(engine: TrainEngine, state: LoopState, training: TrainingArguments, job: Job) -> None:
     """Give the engine, and this rank's random numbers, the state in which a checkpoint was saved."""
     engine.load_state(state)
     if engine.critic is not None:
         engine.critic.steps = engine.iteration
-    training = arguments.training
     rng = state.get("rng")
     if rng is not None and not training.no_load_rng:
         restore_rng(rng)
@@ -159,7 +163,7 @@ def build_forward_backward(
     arguments: Arguments, job: Job, assembled: Assembled, objective: Objective, total_steps: int
 ) -> ForwardBackward:
     """How a step's micro-batches go through the model under this plan, and through the critic of a distillation."""
-    forward_backward = _of_the_plan(arguments, job, assembled, objective)
+    forward_backward = _forward_backward_of_plan(arguments.parallel, arguments.features, job, assembled, objective)
     if (critic := assembled.critic) is None:
         return forward_backward
     from mindspeed_mm.fsdp.train.distillation.critic import DistillationForwardBackward
@@ -172,16 +176,18 @@ def build_forward_backward(
     return DistillationForwardBackward(forward_backward, assembled.model, critic, objective, schedule, updates)
 
 
-def _of_the_plan(arguments: Arguments, job: Job, assembled: Assembled, objective: Objective) -> ForwardBackward:
+def _forward_backward_of_plan(
+    parallel: ParallelArguments, features: FeatureArguments, job: Job, assembled: Assembled, objective: Objective
+) -> ForwardBackward:
     if assembled.applied.pipeline is not None:
         from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward  # torch's schedules are 4 MB
 
-        return PipelineForwardBackward(assembled.applied.pipeline, objective, arguments.parallel.pp_plan, job.device)
+        return PipelineForwardBackward(assembled.applied.pipeline, objective, parallel.pp_plan, job.device)
     sync: Callable[[nn.Module, bool], None] = set_gradient_sync
-    if arguments.features.enable_gradient_offload:  # the host adds gradients up that are summed over ranks already
+    if features.enable_gradient_offload:  # the host adds gradients up that are summed over ranks already
         sync = _sync_always
     plain = PlainForwardBackward(assembled.model, objective, sync)
-    if arguments.parallel.fsdp_plan.pregather:
+    if parallel.fsdp_plan.pregather:
         return PregatheredForwardBackward(plain, assembled.model, gathered_before)
     return plain
 
@@ -208,9 +214,9 @@ def build_lr_schedule(training: TrainingArguments, total_steps: int) -> Schedule
     )
 
 
-def build_loss_scale(arguments: Arguments) -> LossScale | None:
+def build_loss_scale(parallel: ParallelArguments, training: TrainingArguments) -> LossScale | None:
     """The scale that gradients in fp16 need; None for other types."""
-    training, plan = arguments.training, arguments.parallel.fsdp_plan
+    plan = parallel.fsdp_plan
     if "fp16" not in (plan.param_dtype, plan.reduce_dtype):
         return None
     return LossScale(training.initial_loss_scale, training.loss_scale_window, training.min_loss_scale)
@@ -222,7 +228,7 @@ TOTAL_STEPS = "total_steps"
 """In the context of a checkpoint: the length of the run that saved it."""
 
 
-def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule, training: TrainingArguments) -> str:
+def jump_of_rate(context: JsonMapping, iteration: int, schedule: Schedule, training: TrainingArguments) -> str:
     """From which to which learning rate a resumed run goes, where its next step would have had another one.
 
     Args:

@@ -34,7 +34,7 @@ def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks
         ConfigError: Every problem of the configuration, or a plugin that cannot be imported.
         ModelFolderError, MachineError: A GGUF file cannot be read, or its folder cannot be written.
     """
-    config = _load(given, overrides, ranks)
+    config = _load_run(given, overrides, ranks)
     folders = []
     for key in _MODELS:
         name = value_at(config.arguments, key)
@@ -43,10 +43,10 @@ def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks
 
             with config.told_as_own():
                 folders.append(f"{key}={model_folder_of(Path(name), key)}")
-    return _load(given, [*overrides, *folders], ranks) if folders else config
+    return _load_run(given, [*overrides, *folders], ranks) if folders else config
 
 
-def _load(given: Given, overrides: Sequence[Override], ranks: int | None) -> ResolvedConfig:
+def _load_run(given: Given, overrides: Sequence[Override], ranks: int | None) -> ResolvedConfig:
     plugins, model_id, dataset_type = read_plugins(given, overrides)
     if not plugins:
         return load_config(given, overrides, ranks=ranks)

@@ -56,7 +56,7 @@ class GeneratorFamily(Family):
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
         super().__init__(arguments)
         self.adapter, self._device = adapter, device
-        adapter.note_few_steps(FewSteps.of_run(arguments))
+        adapter.note_few_steps(FewSteps.of_run(arguments.training, arguments.posttrain))
         self._encodes = False
 
     @cached_property
@@ -94,7 +94,14 @@ class GeneratorFamily(Family):
             if reads_trajectories(posttrain):
                 from mindspeed_mm.fsdp.train.distillation.regression import build_regression
 
-                return build_regression(self.arguments, data, denoise=self.denoiser, encoders=lambda: self.encoders)
+                return build_regression(
+                    self.arguments.model,
+                    self.arguments.training,
+                    self.arguments.posttrain,
+                    data,
+                    denoise=self.denoiser,
+                    encoders=lambda: self.encoders,
+                )
             return build_distillation(
                 self.arguments, assembled, job, data, denoise=self.denoiser, encoders=lambda: self.encoders
             )
@@ -143,7 +150,13 @@ class GeneratorFamily(Family):
         if reads_trajectories(self.arguments.posttrain):
             from mindspeed_mm.fsdp.train.distillation.regression import simulated_regression
 
-            return simulated_regression(self.arguments, self.adapter, plan.precision.compute_dtype)
+            return simulated_regression(
+                self.arguments.model,
+                self.arguments.training,
+                self.arguments.posttrain,
+                self.adapter,
+                plan.precision.compute_dtype,
+            )
         diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
         denoising = DenoisingObjective(
             self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype

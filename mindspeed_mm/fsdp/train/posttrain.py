@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective, ReferencePolicy
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import (
@@ -53,7 +53,7 @@ def build_pair_objective(arguments: Arguments, assembled: Assembled, job: Job, d
     if reference_kind(arguments) == "stored":
         sets = [each for each in (data.train, data.validation) if each is not None]
         reference = StoredReference(opened_reference(arguments, sets))
-    return _pairs(arguments, assembled.model, head, reference, models)
+    return _pairs(arguments.posttrain, assembled.model, head, reference, models)
 
 
 def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job, data: RunData) -> Objective:
@@ -65,24 +65,24 @@ def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job,
     head = assembled.applied.head
     assert head is not None  # see `check_method`
     reference = _live_reference(arguments, assembled, head, job.device)
-    return build_policy_objective(arguments, assembled, data, reference)
+    return build_policy_objective(arguments.posttrain, assembled, data, reference)
 
 
 def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss | None) -> Objective:
     """The same for one step without data; a frozen reference, which needs memory of its own, is left out."""
     assert head is not None
     switches = reference_kind(arguments) == "adapters_off"
-    return _pairs(arguments, model, head, AdaptersOff(head) if switches else None, [model])
+    return _pairs(arguments.posttrain, model, head, AdaptersOff(head) if switches else None, [model])
 
 
 def _pairs(
-    arguments: Arguments,
+    posttrain: PosttrainArguments,
     model: nn.Module,
     head: HeadLoss,
     reference: ReferencePolicy | None,
     models: Iterable[nn.Module],
 ) -> Objective:
-    return PairObjective(model, head, arguments.posttrain.dpo, reference, RepeatedMedia(*models))
+    return PairObjective(model, head, posttrain.dpo, reference, RepeatedMedia(*models))
 
 
 def _live_reference(
@@ -91,7 +91,7 @@ def _live_reference(
     """The reference that a model computes; None where there is no such one."""
     match reference_kind(arguments):
         case "adapters_off":
-            check_start(arguments)
+            check_start(arguments.training, arguments.posttrain)
             return AdaptersOff(head)
         case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
             return FollowingModel(head, assembled.average, describe_reference(arguments))

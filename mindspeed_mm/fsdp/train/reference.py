@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
 from mindspeed_mm.fsdp.optimizer.ema import Ema
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.reference_start import FOLDER_KEY, reference_start, told_of_reference
@@ -132,11 +132,11 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         ConfigError: `training.load` names a checkpoint, of which a reference cannot be made.
         ModelFolderError: Weights are missing or of another shape.
     """
-    check_start(arguments)
+    check_start(arguments.training, arguments.posttrain)
     weights = (
         None if arguments.posttrain.reference.model_name_or_path else weights_folder_of_load(arguments.training.load)
     )
-    with told_of_reference(arguments):
+    with told_of_reference(arguments.posttrain):
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 
 
@@ -168,10 +168,10 @@ _INPUT_WIDTHS = ("in_channels", "joint_attention_dim", "text_dim", "caption_chan
 """Keys of a transformer's configuration that say how wide its inputs are."""
 
 
-def check_start(arguments: Arguments) -> None:
+def check_start(training: TrainingArguments, posttrain: PosttrainArguments) -> None:
     """Raise `ConfigError` unless the weights that training starts from can be loaded a second time."""
-    load = arguments.training.load
-    own = arguments.posttrain.reference.model_name_or_path
+    load = training.load
+    own = posttrain.reference.model_name_or_path
     if load and not own and weights_folder_of_load(load) is None:
         raise ConfigError(
             f"{load} is a checkpoint of a training, and a reference starts from a folder of weights",

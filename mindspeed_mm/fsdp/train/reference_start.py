@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mindspeed_mm.core.errors import Problem, told_as
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 
@@ -36,14 +36,14 @@ def reference_outline(arguments: Arguments) -> Outline:
     Raises:
         MMError: It cannot be built.
     """
-    with told_of_reference(arguments):
+    with told_of_reference(arguments.posttrain):
         return build_outline(reference_start(arguments))
 
 
 @contextmanager
-def told_of_reference(arguments: Arguments) -> Iterator[None]:
+def told_of_reference(posttrain: PosttrainArguments) -> Iterator[None]:
     """What is wrong with a folder of its own is told under the key that names it."""
-    has_own = arguments.posttrain.reference.model_name_or_path is not None
+    has_own = posttrain.reference.model_name_or_path is not None
 
     def with_key(problem: Problem) -> Problem:
         return replace(problem, key=FOLDER_KEY) if has_own and problem.key in ("", _FOLDER_OF_POLICY) else problem

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, TokenCrossEn
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.optimizer.ema import Ema
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, TrainingArguments
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -166,12 +166,12 @@ def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Processor) ->
     try:
         device = set_local_device(local_rank)
         init_parallel_state(resolve_parallel_sizes(arguments.parallel, 1), device.type)
-        with numerics(arguments):
+        with numerics(arguments.training):
             found = open_checkpoint(checkpoint, Ranks(), arguments.training.verify_checkpoint)
             assembled = assemble(
-                arguments, device, weights=_base_weights(arguments), load_weights=False, processor=processor
+                arguments, device, weights=_base_weights(arguments.training), load_weights=False, processor=processor
             )
-            average = _load(found, assembled.model, arguments)
+            average = _load(found, assembled.model, arguments.training)
             raw = arguments.features.loss_cfg.loss_type == "raw"
             objective = build_objective("raw" if raw else None, assembled.model, assembled.applied.head)
             model = LossModel(assembled.model.eval(), objective, device)
@@ -190,13 +190,13 @@ def _for_one_process(arguments: Arguments) -> Arguments:
     return arguments.model_copy(update={"parallel": ParallelArguments(fsdp_plan=plan), "features": features})
 
 
-def _base_weights(arguments: Arguments) -> Path | None:
-    return weights_folder_of_load(arguments.training.load) if arguments.training.lora.enable else None
+def _base_weights(training: TrainingArguments) -> Path | None:
+    return weights_folder_of_load(training.load) if training.lora.enable else None
 
 
-def _load(checkpoint: CommittedCheckpoint, model: nn.Module, arguments: Arguments) -> Ema | None:
+def _load(checkpoint: CommittedCheckpoint, model: nn.Module, training: TrainingArguments) -> Ema | None:
     """Fill the model; the average of its weights, where the run validates with it and the checkpoint holds it."""
-    ema = arguments.training.ema
+    ema = training.ema
     average = Ema(model, ema) if ema.enable and ema.use_for_evaluation else None
     has_average = load_tensors(checkpoint, model, None, Ranks(), average)
     take_from_base(model)

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference
 from mindspeed_mm.fsdp.train.reference_start import reference_start
@@ -177,21 +177,21 @@ def digests_of(batch: Batch) -> list[bytes]:
     return digests
 
 
-def path_of_reference(arguments: Arguments) -> Path:
+def path_of_reference(training: TrainingArguments, posttrain: PosttrainArguments) -> Path:
     """The file.
 
     Raises:
         ConfigError: Nothing names it.
     """
-    if arguments.posttrain.reference.path:
-        return Path(arguments.posttrain.reference.path)
-    if not arguments.training.save:
+    if posttrain.reference.path:
+        return Path(posttrain.reference.path)
+    if not training.save:
         raise ConfigError(
             "is not given, and neither is training.save, where the stored log-probabilities of the reference would be",
             key=KEY,
             way_out="Set training.save and run `mm posttrain reference`, or name the file that it wrote.",
         )
-    return Path(arguments.training.save) / FILE
+    return Path(training.save) / FILE
 
 
 def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[str, str]:
@@ -216,7 +216,7 @@ def opened_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> StoredL
     Raises:
         ConfigError: There are none, or they are of something else.
     """
-    path = path_of_reference(arguments)
+    path = path_of_reference(arguments.training, arguments.posttrain)
     stored = StoredLogProbs.load(path)
     for name, fact in facts_of_reference(arguments, sets).items():
         found = stored.facts.get(name)
@@ -247,9 +247,9 @@ def stored_log_probs(arguments: Arguments, say: Callable[[int], None]) -> Stored
     with joined(arguments) as job:
         data = build_data(arguments, job)
         sets = [each for each in (data.train, data.validation) if each is not None]
-        loaders = [build_pass_loader(arguments, job.data_share, data.train)]
+        loaders = [build_pass_loader(arguments.data, arguments.training, job.data_share, data.train)]
         if data.validation is not None:
-            loaders.append(build_validation_loader(arguments, job.data_share, data.validation))
+            loaders.append(build_validation_loader(arguments.data, arguments.training, job.data_share, data.validation))
         stored = StoredLogProbs(facts_of_reference(arguments, sets))
         with job.setup("building the model"):
             work = ReferenceRun(arguments, assemble_reference(arguments, job.device), job)

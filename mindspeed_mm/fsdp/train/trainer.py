@@ -169,11 +169,11 @@ class Trainer:
         with job.setup("comparing the data"):
             self._check_data(data, job, record)
             loader = self._build_loader(job, data)
-            total_steps = total_steps_of(self.arguments, loader)
+            total_steps = total_steps_of(self.arguments.model, self.arguments.training, loader)
             context = self._context(data, loader, job) | {TOTAL_STEPS: total_steps}
         with job.setup("looking for a checkpoint"):
             resume = find_resume_point(
-                self.arguments, self.options, context, note=record.note, say=record.progress.note
+                self.arguments.training, self.options, context, note=record.note, say=record.progress.note
             )
         self.iteration = resume.iteration
         if self.iteration >= total_steps:
@@ -209,7 +209,7 @@ class Trainer:
             optimizer = build_optimizer(
                 assembled.model, training, self.arguments.features, assembled.plan.groups, note=record.note
             )
-            ema = build_average(assembled.model, self.arguments)
+            ema = build_average(assembled.model, self.arguments.training, self.arguments.posttrain)
             critic = self._build_critic(job, assembled, record)
             assembled = replace(assembled, average=ema, critic=critic)
         with job.setup("loading the checkpoint"):
@@ -221,7 +221,7 @@ class Trainer:
         for line in family.warnings():
             record.note(f"{WARNING}{line}")
         objective = self._build_objective(family, assembled, job, data)
-        if draws_samples(self.arguments):
+        if draws_samples(self.arguments.posttrain):
             from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it
 
             assert isinstance(loader, RolloutLoader)
@@ -231,7 +231,7 @@ class Trainer:
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps
         )
         if state is not None:
-            continue_from(engine, state, self.arguments, job)
+            continue_from(engine, state, self.arguments.training, job)
             self._note_jump_of_rate(engine, resume, record)
         held_out = partial(self._held_out, job, data)
         return engine, RunParts(self.arguments, job, record, resume, data, loader, assembled, family, held_out)
@@ -266,17 +266,26 @@ class Trainer:
 
     def _build_loader(self, job: Job, data: RunData) -> RunLoader:
         """What yields the training data; it may read the first of them as late as its `__iter__`."""
-        if draws_samples(self.arguments):
+        if draws_samples(self.arguments.posttrain):
             from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_loader  # a plain run starts without it
 
             return build_rollout_loader(self.arguments, job, data.train)
-        return build_loader(self.arguments, job.data_share, data.train, self.options.packs)
+        return build_loader(
+            self.arguments.data,
+            self.arguments.training,
+            self.arguments.posttrain,
+            job.data_share,
+            data.train,
+            self.options.packs,
+        )
 
     def _held_out(self, job: Job, data: RunData) -> Pass | None:
         """Makes passes over the held-out samples; None where there are none. Asked for where validation is due."""
         if data.validation is None:
             return None
-        return build_validation_loader(self.arguments, job.data_share, data.validation).one_pass
+        return build_validation_loader(
+            self.arguments.data, self.arguments.training, job.data_share, data.validation
+        ).one_pass
 
     def _build_objective(self, family: Family, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """What the model is trained for."""
@@ -299,7 +308,7 @@ class Trainer:
 
     def _build_critic(self, job: Job, assembled: Assembled, record: RunRecord) -> Critic | None:
         """What is trained beside the model; None but in a distillation."""
-        if not trains_critic(self.arguments):
+        if not trains_critic(self.arguments.posttrain):
             return None
         from mindspeed_mm.fsdp.train.distillation.critic import build_critic  # a plain run starts without it
 
@@ -322,7 +331,14 @@ class Trainer:
         """Say why the host waits for every step, where it does. On a CPU there is nothing to wait for."""
         if engine.device.type == "cpu":
             return
-        reason = why_steps_wait(self.arguments, engine.optimizer, engine.ema, engine.device)
+        reason = why_steps_wait(
+            self.arguments.parallel,
+            self.arguments.training,
+            self.arguments.posttrain,
+            engine.optimizer,
+            engine.ema,
+            engine.device,
+        )
         first = engine.iteration + 1
         if not reason and first + 1 < engine.last_step:
             for hook in engine.hooks:

@@ -237,7 +237,7 @@ class CopyStream:
         if self._queue is not None:
             self._queue.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._queue is not None:
             self._queue.__exit__(*error)
 

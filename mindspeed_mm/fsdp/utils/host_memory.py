@@ -20,9 +20,12 @@ FROM_HEAP_BYTES = 32 << 20  # glibc takes no more
 def available_bytes() -> int:
     """What processes may still take without swapping: of the machine, or of the container that this one runs in."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without what the disk cache would give back
-    if found := re.search(r"^MemAvailable:\s+(\d+) kB", _text(_ROOT / "proc/meminfo"), re.MULTILINE):
+    if found := re.search(r"^MemAvailable:\s+(\d+) kB", _file_text(_ROOT / "proc/meminfo"), re.MULTILINE):
         room = int(found[1]) * 1024
-    limit, held = _container_bytes(), re.search(r"^anon (\d+)$", _text(_ROOT / _GROUP / "memory.stat"), re.MULTILINE)
+    limit, held = (
+        _container_bytes(),
+        re.search(r"^anon (\d+)$", _file_text(_ROOT / _GROUP / "memory.stat"), re.MULTILINE),
+    )
     if limit is not None and held:
         room = min(room, limit - int(held[1]))
     return max(0, room)
@@ -35,11 +38,11 @@ def total_bytes() -> int:
 
 
 def _container_bytes() -> int | None:
-    limit = _text(_ROOT / _GROUP / "memory.max").strip()
+    limit = _file_text(_ROOT / _GROUP / "memory.max").strip()
     return int(limit) if limit.isdecimal() else None
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -201,7 +201,7 @@ def clip_gif(path: Path) -> tuple[bytes, int, int]:
     return data.getvalue(), *pictures[0].size
 
 
-def _sound_stream(container: Any, sound: SoundTrack) -> Any:
+def _sound_stream(container: Any, sound: SoundTrack) -> object:
     """Both streams of a container are added before the first picture of one is written."""
     stream = container.add_stream("aac", rate=sound.rate)
     stream.layout = _layout(sound)

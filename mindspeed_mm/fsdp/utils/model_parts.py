@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # light paths ask for settings, and do without torch
     from transformers import PreTrainedConfig
 
 
-def attribute_at(holder: object, key: str, absent: Any = None) -> Any:
+def attribute_at(holder: object, key: str, absent: object = None) -> Any:
     """An attribute of a model or a configuration, by a dotted key such as `config.vision_config.patch_size`.
 
     Args:
@@ -43,20 +43,20 @@ def first_of(holder: object, *names: str) -> str:
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
     """The module that takes token embeddings through the layers, where the model's class names one."""
-    return _part(model, "get_decoder")
+    return _declared_part(model, "get_decoder")
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
     """The module that turns tokens into embeddings, where the model's class names one."""
-    return _part(model, "get_input_embeddings")
+    return _declared_part(model, "get_input_embeddings")
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """The module that turns hidden states into logits, where the model's class names one."""
-    return _part(model, "get_output_embeddings")
+    return _declared_part(model, "get_output_embeddings")
 
 
-def _part(model: nn.Module, getter: str) -> nn.Module | None:
+def _declared_part(model: nn.Module, getter: str) -> nn.Module | None:
     get = getattr(model, getter, None)
     if get is None:
         return None

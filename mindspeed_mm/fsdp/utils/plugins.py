@@ -174,8 +174,8 @@ def hash_of_files(files: Iterable[Path]) -> str:
 
 
 def call_plugin(
-    function: Callable[..., Any],
-    offered: Mapping[str, Any],
+    function: Callable[..., object],
+    offered: Mapping[str, object],
     *,
     order: Sequence[str],
     spread: Sequence[str] = (),
@@ -210,8 +210,8 @@ def call_plugin(
 
 
 def _bind(
-    function: Callable[..., Any],
-    offered: Mapping[str, Any],
+    function: Callable[..., object],
+    offered: Mapping[str, object],
     order: Sequence[str],
     spread: Sequence[str],
     key: str,

@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types, types_of_processors_in_code
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
@@ -43,7 +43,7 @@ def load_processor(
     trust_remote_code: bool = False,
     add_tokens: Sequence[str] = (),
     add_special_tokens: Sequence[str] = (),
-    **options: Any,
+    **options: object,
 ) -> Processor:
     """The processor of a multimodal model's folder, or the tokenizer of a text model's.
 
@@ -95,12 +95,12 @@ def chat_templates_of(processor: object) -> dict[str, str]:
     return {}
 
 
-def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: Any) -> Any:
+def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: object) -> Any:
     prepare_for_transformers()
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 
     know_family_of(folder)
-    common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    common: JsonObject = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     own = {name: value for name, value in options.items() if value is not None}
     reads = (own_processor_of(folder) or AutoProcessor) if is_multimodal else AutoTokenizer
     processor = reads.from_pretrained(str(folder), **common, **own)
@@ -343,7 +343,7 @@ def check_processor_settings(folder: Path) -> None:
             )
 
 
-def _faults(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any, str]]:
+def _faults(settings: Mapping[str, object], section: str = "") -> Iterator[tuple[str, object, str]]:
     """(key, value, what it should be) of every number that cannot be used."""
     for key, value in settings.items():
         if isinstance(value, dict):

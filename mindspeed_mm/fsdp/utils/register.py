@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
 from mindspeed_mm.fsdp.utils.plugins import import_plugin
@@ -33,10 +34,10 @@ class Registry:
     def __init__(self, kind: str, builtin: Callable[[], Mapping[str, str]] = dict, advice: str = "") -> None:
         self.kind, self._advice = kind, advice
         self._find_builtin = builtin
-        self._entries: dict[str, Any] = {}
-        self._config_keys: dict[str, Mapping[str, Any]] = {}
+        self._entries: JsonObject = {}
+        self._config_keys: dict[str, JsonMapping] = {}
 
-    def register(self, name: str, *, keys: Mapping[str, Any] | None = None) -> Callable[[Entry], Entry]:
+    def register(self, name: str, *, keys: Mapping[str, object] | None = None) -> Callable[[Entry], Entry]:
         """Decorator that files a class or function under `name`.
 
         Args:
@@ -89,7 +90,7 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._builtin
 
-    def loaded(self) -> Mapping[str, Any]:
+    def loaded(self) -> JsonMapping:
         """What is registered by now: the built-in entries that were asked for, and everything of imported plugins."""
         return dict(self._entries)
 
@@ -97,7 +98,7 @@ class Registry:
         """Every name known, built-in ones included."""
         return sorted({*self._entries, *self._builtin})
 
-    def config_keys(self, name: str) -> Mapping[str, Any]:
+    def config_keys(self, name: str) -> JsonMapping:
         """The extra configuration keys that an outside entry declared with its registration."""
         return self._config_keys.get(name, {})
 

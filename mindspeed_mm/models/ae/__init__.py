@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_class
 from mindspeed_mm.fsdp.models.diffusion.latents import scaled, standardised
 from mindspeed_mm.models.component_section import dtype_of, folder_of, needed, note_unread, section_of
@@ -41,7 +42,7 @@ class AutoencoderOfDiffusers(nn.Module):
         ModelFolderError: The folder holds no such autoencoder.
     """
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: JsonObject) -> None:
         super().__init__()
         model_id = str(needed(section, "model_id", "ae"))
         if not model_id.startswith("Autoencoder") and model_id not in _CLASSES:
@@ -64,7 +65,7 @@ class AutoencoderOfDiffusers(nn.Module):
         if section.get("enable_tiling"):
             self._enable_tiling(section.get("tiling_param") or {})
 
-    def _enable_tiling(self, param: dict[str, Any]) -> None:
+    def _enable_tiling(self, param: JsonObject) -> None:
         if _OWN_TILES & param.keys():
             raise ConfigError(
                 f"{', '.join(sorted(param))}: tiles of this form are not built",
@@ -119,7 +120,7 @@ class AEModel(nn.Module):
 
     def encode(
         self, x: torch.Tensor | list[torch.Tensor], **_kwargs: Any
-    ) -> tuple[torch.Tensor | list[torch.Tensor], dict[str, Any] | None]:
+    ) -> tuple[torch.Tensor | list[torch.Tensor], JsonObject | None]:
         """Latents, and None in the place of conditions of image to video; of a list of clips a list, and no
         conditions."""
         if isinstance(x, (list, tuple)):

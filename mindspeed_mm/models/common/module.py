@@ -34,7 +34,7 @@ class MultiModalModule(nn.Module):
         is_several = isinstance(input_tensor, (list, tuple))
         self.input_tensor = input_tensor[0] if is_several and input_tensor else input_tensor  # type: ignore[assignment, index]
 
-    def build_layer(self, config: Any, layer_number: int) -> nn.Module:
+    def build_layer(self, config: object, layer_number: int) -> nn.Module:
         """Layer `layer_number` of the model; override it where a model builds its layers one by one."""
         raise NotImplementedError(f"{type(self).__name__}.build_layer")
 

@@ -6,6 +6,7 @@ Facts: `mindspeed_mm/models/predictor/{predict_model,dits/wan_dit}.py` of MindSp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config
 from mindspeed_mm.checkpoint.original.reading import open_generator
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.models.component_section import dtype_of, needed, section_of
 from mindspeed_mm.provider.generator_json import WAN_SIZES
@@ -42,7 +44,7 @@ class WanPredictor(nn.Module):
         ModelFolderError: The weights are of another model.
     """
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: Mapping[str, object]) -> None:
         super().__init__()
         self.model_type = str(section.get("model_type", "t2v"))
         self.separated_timestep = bool(section.get("seperated_timestep", False))
@@ -158,7 +160,7 @@ def _given(name: str, value: torch.Tensor | None, task: str) -> torch.Tensor:
     return value
 
 
-def _stored(path: Path, sizes: dict[str, Any], task: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _stored(path: Path, sizes: Mapping[str, object], task: str) -> tuple[JsonObject, dict[str, torch.Tensor]]:
     """The configuration and the tensors of weights in any layout, compared with the sizes."""
     asked = "i2v" if task in _WITH_FRAMES else "t2v" if task in ("t2v", "wan2.2-t2v") else None
     with open_generator(path) as weights:

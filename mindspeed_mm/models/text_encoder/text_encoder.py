@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.components import load_class
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -51,7 +52,7 @@ class SingleTextEncoder(nn.Module):
         ModelFolderError: The folder holds no such encoder.
     """
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: JsonObject) -> None:
         super().__init__()
         model_id = str(needed(section, "model_id", _NAME))
         note_unread(section, _KEYS, _NAME)
@@ -158,7 +159,7 @@ class TextEncoder(nn.Module):
         return features, masks
 
 
-def _class_of(model_id: str) -> Any:
+def _class_of(model_id: str) -> object:
     if model_id not in (*_CLASSES, _AUTO):
         raise ConfigError(
             f"'{model_id}' is not built as a part",

@@ -6,6 +6,7 @@ Facts: `mindspeed_mm/models/text_encoder/tokenizer.py` of MindSpeed-MM.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
@@ -35,12 +36,12 @@ class Tokenizer:
         else:
             self.tokenizers = _tokenizer(section_of(config))
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> object:
         """The tokenizer, or a list of them."""
         return self.tokenizers
 
 
-def _tokenizer(section: dict[str, Any]) -> Any:
+def _tokenizer(section: Mapping[str, object]) -> Any:
     name = str(needed(section, "autotokenizer_name", _NAME))
     prepare_for_transformers()
     found = getattr(importlib.import_module("transformers"), name, None)

@@ -6,7 +6,7 @@ shards itself; gradients, clipping, checkpoints and the rest are the engine's al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ class FSDP2Mixin:
         """Whether `_fully_shard` is overridden. The engine shards all other models."""
         return type(self)._fully_shard is not FSDP2Mixin._fully_shard
 
-    def fully_shard(self, process_group: object = None, fsdp2_config_path: object = None, **kwargs: Any) -> bool:
+    def fully_shard(self, process_group: object = None, fsdp2_config_path: object = None, **kwargs: object) -> bool:
         """Shard the model: `_pre_fully_shard`, `_fully_shard`, `_post_fully_shard`.
 
         Args:
@@ -81,7 +81,7 @@ class FSDP2Mixin:
         self._post_fully_shard()
         return True
 
-    def _pre_fully_shard(self, process_group: object, fsdp2_config_path: object, **kwargs: Any) -> None:
+    def _pre_fully_shard(self, process_group: object, fsdp2_config_path: object, **kwargs: object) -> None:
         """Set `fsdp2_kwargs`, the arguments of torch's `fully_shard`, and `fsdp2_config` from the engine's plan;
         `kwargs` override single arguments."""
         plan, state = _plan_of(process_group), get_parallel_state()
@@ -90,7 +90,7 @@ class FSDP2Mixin:
         self.fsdp2_kwargs = {**unit_options(plan, mesh), **kwargs}
         self.fsdp2_config = _as_config(plan, state.axis_size("fsdp"))
 
-    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: UserConfig = None) -> None:
+    def _fully_shard(self, fsdp2_kwargs: Mapping[str, object] | None = None, fsdp2_config: UserConfig = None) -> None:
         """Override it to shard the model in a way that the configuration cannot say."""
         set_recompute_modules_to_wrap()
         set_fullyshard_modules_to_wrap()
@@ -197,7 +197,7 @@ def set_fullyshard_modules_to_wrap(
         fully_shard(inner, **options)
 
 
-def set_modules_to_prefetch(*given: Any, n_forward: int | None = None, n_backward: int | None = None) -> None:
+def set_modules_to_prefetch(*given: object, n_forward: int | None = None, n_backward: int | None = None) -> None:
     """Gather modules ahead of their turn, in the order in which the model holds them.
 
     Args:

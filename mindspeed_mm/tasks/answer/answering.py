@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.garbage import passed_over_by_collection
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
@@ -35,7 +34,7 @@ class AnswerFile:
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path = path
         self._fingerprint = fingerprint
-        self.records: dict[int, dict[str, Any]] = {}
+        self.records: dict[int, JsonObject] = {}
         if path.exists():
             self._read()
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from mindspeed_mm.core.artifacts import append_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -29,7 +30,7 @@ class Talker(Protocol):
 
     def answer(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[JsonObject],
         media: Sequence[MediaItem],
         sampling: Sampling,
         tell: Callable[[str], None],
@@ -55,7 +56,7 @@ class LoadedModel:
 
     def answer(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[JsonObject],
         media: Sequence[MediaItem],
         sampling: Sampling,
         tell: Callable[[str], None],
@@ -85,7 +86,7 @@ class Conversation:
     model: Talker
     sampling: Sampling
     system: str = ""
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[JsonObject] = field(default_factory=list)
     """As chat templates take them."""
     media: list[MediaItem] = field(default_factory=list)
     """Of all turns, in order."""
@@ -126,7 +127,7 @@ class Conversation:
         """Forget all turns; the system prompt stays."""
         self.turns, self.media, self.waiting = [], [], []
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JsonObject:
         """The conversation as a row that training takes."""
         messages = [{**turn, "content": _with_marks(turn["content"])} for turn in self._begun()]
         columns: dict[str, list[Any]] = {column: [] for column in _COLUMNS.values()}
@@ -134,7 +135,7 @@ class Conversation:
             columns[_COLUMNS[item.kind]].append(item.source)
         return {"messages": messages, **columns}
 
-    def _begun(self) -> list[dict[str, Any]]:
+    def _begun(self) -> list[JsonObject]:
         """What was said so far, with the system prompt."""
         if not self.system:
             return self.turns
@@ -172,7 +173,7 @@ def begin(
     return Conversation(LoadedModel(generator), sampling, system)
 
 
-def _with_marks(content: str | list[dict[str, Any]]) -> str:
+def _with_marks(content: str | list[JsonObject]) -> str:
     if isinstance(content, str):
         return content
     text = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
@@ -93,7 +93,7 @@ class AnswerEngine:
         return f"searches {self._beams} beams, as its generation configuration says" if self._beams > 1 else None
 
     def encode(
-        self, sample: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+        self, sample: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None
     ) -> Future[EncodedQuestion]:
         """A question as the model takes it, on a thread of its own. The future raises `DataError`.
 

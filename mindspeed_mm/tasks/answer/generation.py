@@ -13,6 +13,7 @@ from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name, choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
@@ -167,7 +168,7 @@ def _choose_attention_everywhere(config: PreTrainedConfig) -> None:
             section._attn_implementation = config._attn_implementation
 
 
-def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
+def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, JsonObject]:
     """The model of a folder in Megatron's layout, or of quantised weights, and transformers' report of its loading."""
     from transformers import GenerationConfig  # seconds
 

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
@@ -122,7 +122,7 @@ def run(request: InferRequest) -> InferOutcome | None:
     return InferOutcome(out, len(missing), len(there), cut_off)
 
 
-def _settings(request: InferRequest) -> dict[str, Any]:
+def _settings(request: InferRequest) -> JsonObject:
     """How a request's questions are answered, as `Generator.answer` takes it."""
     return {"sampling": sampling_of(request), "hides_thoughts": request.hide_thoughts}
 
@@ -133,7 +133,7 @@ def _answer_into(
     questions: Sequence[Question],
     media: MediaLoader,
     batch_size: int,
-    settings: dict[str, Any],
+    settings: JsonObject,
     *,
     is_shown: bool,
 ) -> None:
@@ -152,7 +152,7 @@ def _check_files(data: Path, out: Path, *, overwrite: bool) -> None:
         check_output_file(out, is_answers, "--out")
 
 
-def _mark(settings: dict[str, Any], source: ModelSource, adapters: Mapping[str, Path]) -> str:
+def _mark(settings: JsonObject, source: ModelSource, adapters: Mapping[str, Path]) -> str:
     """What tells answers with other settings apart; nothing where they are the usual ones."""
     usual = {"sampling": Sampling(settings["sampling"].max_new_tokens, seed=0), "hides_thoughts": False}
     asks = "" if settings == usual else repr(tuple(settings.values()))

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mindspeed_mm.core.errors import MachineError, MMError, UsageError, first_names
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.outbound import OutboundError, Reply, RequestLimits, Server, StreamedReply, is_not_offered
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -87,13 +88,13 @@ class RemoteModel:
 
     def answer(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[JsonObject],
         media: Sequence[MediaItem],
         sampling: Sampling,
         tell: Callable[[str], None],
     ) -> Answer:
         """As `LoadedModel.answer`; thoughts that the server sends separately are put into `<think>…</think>`."""
-        body: dict[str, Any] = {"model": self.name, "messages": _with_media(messages, media), "stream": True}
+        body: JsonObject = {"model": self.name, "messages": _with_media(messages, media), "stream": True}
         if self.says_length:
             body["max_tokens"] = sampling.max_new_tokens
         settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
@@ -141,7 +142,7 @@ class RemoteModel:
             yield from self._read(Reply(reply.status, b"\n".join(others)), "message")
 
     def _read(self, reply: Reply, part: str) -> list[_Delta]:
-        def read(event: Any) -> list[_Delta]:
+        def read(event: object) -> list[_Delta]:
             if not isinstance(event, dict):
                 raise TypeError("it is no object")
             if event.get("error"):
@@ -173,7 +174,7 @@ class _Delta:
     """Why the answer ends here; empty: it does not."""
 
     @classmethod
-    def of(cls, choice: Any, part: str) -> _Delta:
+    def of(cls, choice: object, part: str) -> _Delta:
         """Of a choice in an event. What is null or missing adds nothing.
 
         Raises:
@@ -201,7 +202,7 @@ def _names_of(content: Any) -> list[str]:
     return names
 
 
-def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) -> list[dict[str, Any]]:
+def _with_media(messages: Sequence[JsonObject], media: Sequence[MediaItem]) -> list[dict[str, object]]:
     """Messages as servers take them: files in place of the marks that stand for them, in order."""
     sources = iter(media)
     found = []
@@ -217,7 +218,7 @@ def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) 
     return found
 
 
-def _as_part(item: MediaItem) -> dict[str, Any]:
+def _as_part(item: MediaItem) -> JsonObject:
     """Encode a media file in base64, as a content part of OpenAI's interface. Raises `MachineError` where the file
     cannot be read."""
     path = Path(str(item.source))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
@@ -22,7 +21,7 @@ class SpeechEngine:
         alone: Held while it speaks, where another engine answers with the same weights.
     """
 
-    def __init__(self, voice: Voice, alone: AbstractContextManager[Any] = _NOTHING) -> None:
+    def __init__(self, voice: Voice, alone: AbstractContextManager[object] = _NOTHING) -> None:
         self.voice, self._alone = voice, alone
         self._worker: JointWorker[SpeechJob, Utterance] = JointWorker(
             self._speak, lambda _batch, _job: False, 1, "speech"

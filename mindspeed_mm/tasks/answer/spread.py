@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments, LossConfig
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
@@ -20,7 +21,7 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.model_source import ModelSource
 from mindspeed_mm.tasks.spread_model import check_spread, load_part, read_plan
 
-_OF_SEQUENCES: dict[str, Any] = {"ring_attention_size": 1, "ulysses_parallel_size": 1, "data_parallel_size": None}
+_OF_SEQUENCES: JsonObject = {"ring_attention_size": 1, "ulysses_parallel_size": 1, "data_parallel_size": None}
 """An answer has no long sequence to split: ranks that share one in training hold shards of the weights here."""
 
 

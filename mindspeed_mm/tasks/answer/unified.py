@@ -49,7 +49,7 @@ def answer(request: InferRequest) -> SaidInParts:
         MMError: The folder is not a model, or a picture cannot be read.
     """
     with torch.inference_mode():
-        sampler, context, _ = _asked(request, draws=False)
+        sampler, context, _ = _opened_sequence(request, draws=False)
         words = Words(request.longest_answer, request.temperature or 0.0, request.seed or 0)
         return SaidInParts(*sampler.answer(context, words))
 
@@ -63,7 +63,7 @@ def draw(request: InferRequest) -> DrawnInParts:
     assert request.draw is not None
     out = check_medium_file(request.draw, "PNG", [path for _, path in request.media], "--draw")
     with torch.inference_mode():
-        sampler, context, size = _asked(request, draws=True)
+        sampler, context, size = _opened_sequence(request, draws=True)
         if request.size is not None:
             size = height_and_width(request.size, "--size")
         usual: Drawing = sampler.defaults
@@ -87,7 +87,7 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _asked(request: InferRequest, *, draws: bool) -> tuple[Any, Any, tuple[int, int] | None]:
+def _opened_sequence(request: InferRequest, *, draws: bool) -> tuple[Any, Any, tuple[int, int] | None]:
     """The model and the sequence up to its answer; with pictures the size of the last one."""
     source = resolve_model(request.model)
     sampler = _sampler(source.folder, _sizes(request, source.run))

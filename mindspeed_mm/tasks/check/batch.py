@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 
 
 def notes_on_keys(
-    processor: object, plugin: Any, collator: str | None, given: Collection[str], taken: Collection[str]
+    processor: object, plugin: object, collator: str | None, given: Collection[str], taken: Collection[str]
 ) -> list[str]:
     """Remarks on inputs that the released model has and training lacks, and on those that training alone has.
 
@@ -48,7 +47,7 @@ def notes_on_keys(
     return notes
 
 
-def notes_on_beginnings(processor: Any, input_ids_BL: torch.Tensor) -> list[str]:
+def notes_on_beginnings(processor: object, input_ids_BL: torch.Tensor) -> list[str]:
     """A remark where a processor begins every text with tokens that rows of a batch lack, as Molmo2's does, which
     neither the tokenizer nor the chat template writes.
 

@@ -251,12 +251,12 @@ class _Check:
 
         self.config.check_built()
         self.config.check_revealed()
-        check_save_format(self.config.arguments)
+        check_save_format(self.config.arguments.model, self.config.arguments.training)
         # Another device may train: that this one cannot is only a warning.
         from mindspeed_mm.fsdp.train.run.start_checks import check_device
 
         try:
-            check_device(self.config.arguments)
+            check_device(self.config.arguments.parallel)
         except MMError as error:
             self.result.warnings += [str(problem) for problem in self.config.locate(error.problems)]
         check_trackers(self.config.arguments.training.report_to)
@@ -266,10 +266,10 @@ class _Check:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
         from mindspeed_mm.fsdp.train.hooks.profiles import build_memory_profile_hook, build_time_profile_hook
 
-        tools = self.config.arguments.tools
-        ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
-        for build in (build_memory_profile_hook, build_time_profile_hook):
-            build(self.config.arguments, 0, ranks, lambda _note: None)
+        run = self.config.arguments
+        ranks = self.nproc or 1 + max(0, *run.tools.profile.ranks, *run.tools.memory_profile.dump_ranks)
+        build_memory_profile_hook(run, 0, ranks, lambda _note: None)
+        build_time_profile_hook(run, 0, ranks, lambda _note: None)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -314,7 +314,7 @@ class _Check:
             self.result.warnings.append(kept)
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
-        if trains_critic(arguments):
+        if trains_critic(arguments.posttrain):
             self._collect([partial(check_critic, arguments, self.outline.model)])
 
     def _sizes(self) -> ParallelSizes | None:
@@ -338,7 +338,7 @@ class _Check:
         from mindspeed_mm.tasks.check.batch import notes_on_epochs, warnings_of_samples
 
         arguments = in_one_process(self.config.arguments)
-        if draws_samples(arguments):
+        if draws_samples(arguments.posttrain):
             self._first_rollout()
             return
         param = self._before_extraction(arguments.data.dataset_param)
@@ -355,7 +355,7 @@ class _Check:
             self._collect([partial(self._stored_reference, sets)])
         self.result.warnings += check_rows_of_features((dataset, validation), accept=self.options.accept_data_change)
         share = self._data_share()
-        loader = build_loader(arguments, share, dataset)
+        loader = build_loader(arguments.data, arguments.training, arguments.posttrain, share, dataset)
         self._keep_data(dataset, loader)
         self.batch = next(iter(loader))[0]
         self.result.warnings += warnings_of_samples(loader)
@@ -363,7 +363,7 @@ class _Check:
         if arguments.posttrain.dpo.histogram_path:
             self._collect([partial(self._weigh_pairs, arguments.posttrain.dpo.histogram_path)])
         if validation is not None and arguments.training.val_interval:
-            next(build_validation_loader(arguments, share, validation).one_pass(), None)
+            next(build_validation_loader(arguments.data, arguments.training, share, validation).one_pass(), None)
 
     def _keep_data(self, dataset: MMDataset, order: RunOrder) -> None:
         """What later stages take from the data; profiles are of steps that there are."""
@@ -371,7 +371,7 @@ class _Check:
         from mindspeed_mm.fsdp.train.run.data import total_steps_of
 
         self.dataset, self.order, self.processor = dataset, order, dataset.processor
-        self.total_steps = total_steps_of(self.config.arguments, order)
+        self.total_steps = total_steps_of(self.config.arguments.model, self.config.arguments.training, order)
         self._collect([partial(check_steps_of_profiles, self.config.arguments.tools, self.total_steps)])
 
     def _first_rollout(self) -> None:
@@ -382,24 +382,30 @@ class _Check:
 
         arguments = self.config.arguments
         kind = kind_of_folder(arguments.model.model_name_or_path)
-        self._collect([partial(rewards_with_servers, arguments, kind), partial(check_server, arguments)])
-        dataset = open_prompts(arguments)
+        self._collect(
+            [partial(rewards_with_servers, arguments.posttrain, kind), partial(check_server, arguments.posttrain)]
+        )
+        dataset = open_prompts(arguments.data, arguments.training)
         order = build_rollout_order(arguments, self._data_share(), dataset)
         self._keep_data(dataset, order)
         prompts = next(iter(order.prompts))[0]["prompts"]
         if not kind.has_tokens:
             self._collect([dataset.check_encoders])
-            self.batch = first_blanks(arguments)
+            self.batch = first_blanks(arguments.data, arguments.training)
             return
         longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
-        self.batch = first_answers(arguments, self.dataset, prompts, longest)
+        self.batch = first_answers(
+            arguments.data, arguments.training, arguments.posttrain, self.dataset, prompts, longest
+        )
 
     def _stored_reference(self, sets: list[MMDataset]) -> None:
         """What was stored of the reference is there, and is of these weights and rows."""
         if reads_trajectories(self.config.arguments.posttrain):
             from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder
 
-            TrajectoryFolder.of_run(self.config.arguments).check()
+            TrajectoryFolder.of_run(
+                self.config.arguments.model, self.config.arguments.training, self.config.arguments.posttrain
+            ).check()
             return
         from mindspeed_mm.fsdp.train.stored_reference import opened_reference
 
@@ -437,7 +443,7 @@ class _Check:
         # A run may be saving there right now: nothing is cleared.
         silent: Callable[[str], None] = lambda _line: None  # noqa: E731
         point = find_resume_point(
-            arguments, self.options, self._context(), note=silent, say=silent, clears_drafts=False
+            arguments.training, self.options, self._context(), note=silent, say=silent, clears_drafts=False
         )
         if point.checkpoint is None or point.iteration >= self.total_steps:
             return
@@ -487,7 +493,7 @@ class _Check:
             if "input_ids" in self.batch:
                 self.result.notes += notes_on_beginnings(self.processor, self.batch["input_ids"])
             self._forward_on_meta(given)
-        elif not draws_samples(self.config.arguments):
+        elif not draws_samples(self.config.arguments.posttrain):
             self._dropped_captions()
 
     def _dropped_captions(self) -> None:
@@ -536,7 +542,9 @@ class _Check:
         assert adapter is not None  # asked of generators alone
         batch = features_of(self.batch, adapter) if "pixels" in self.batch else self.batch
         latents = batch["latents"]
-        if (few := FewSteps.of_run(self.config.arguments)) is not None and few.num_frame_per_block is not None:
+        if (
+            few := FewSteps.of_run(self.config.arguments.training, self.config.arguments.posttrain)
+        ) is not None and few.num_frame_per_block is not None:
             few.blocks(latents.shape[2])
         inputs: dict[str, object] = adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
         if self.plan.parallel.context is not None:

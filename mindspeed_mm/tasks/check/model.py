@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, told_by_load, weights_folder_of_load
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
@@ -71,11 +71,11 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
     folder = arguments.posttrain.reference.model_name_or_path
     if has_moving_reference(arguments.posttrain):
         return  # it begins as a copy of the policy, whatever that starts from
-    check_start(arguments)
+    check_start(arguments.training, arguments.posttrain)
     if folder is None:
         return
     start = reference_start(arguments)
-    with told_of_reference(arguments):
+    with told_of_reference(arguments.posttrain):
         outline = reference_outline(arguments)
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
@@ -92,17 +92,17 @@ def check_critic(arguments: Arguments, student: nn.Module) -> None:
     Raises:
         MMError: It cannot be built, has no weights, or reads other batches than the student.
     """
-    folder = critic_folder(arguments)
+    folder = critic_folder(arguments.posttrain)
     if folder is None:
         return
     start = critic_start(arguments)
-    with told_of_critic(arguments):
+    with told_of_critic(arguments.posttrain):
         outline = build_outline(start)
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
-    check_same_inputs(student, outline.model, folder, critic_key(arguments))
+    check_same_inputs(student, outline.model, folder, critic_key(arguments.posttrain))
 
 
-_FRESH: dict[str, Any] = {"load": None}
+_FRESH: JsonObject = {"load": None}
 
 
 def _lacks_values(model: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from mindspeed_mm.checkpoint.recognise import Layout, is_gguf, is_torch_dist, re
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.models.loading.gguf import write_model_folder
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
@@ -144,7 +145,7 @@ def _between_layouts(
         )
     if kind == "megatron" and wanted in ("hf", "dcp"):
         assets = _model_of(source, model_folder)
-        family, facts = _family_of(assets, kind), CommonModelConfig()
+        family, facts = _named_family(assets, kind), CommonModelConfig()
         if wanted == "dcp":
             return kind, megatron_to_dcp(family, source, assets, target, writing=writing)
         return kind, megatron_to_hf(family, source, assets, target, None, facts=facts, writing=writing)
@@ -211,7 +212,7 @@ def _refuse_adapters(source: Path) -> None:
         raise UsageError(
             f"holds adapters ({len(adapters)} tensors, as {adapters[0]}) without the model under them",
             where=str(source),
-            way_out=f"mm export {source} FOLDER writes them as PEFT's files; mm merge adds those to the model.",
+            way_out=f"mm export {quoted(source)} FOLDER writes them as PEFT's files; mm merge adds those to the model.",
         )
 
 
@@ -234,7 +235,7 @@ def _divided(
         assets = source
     else:
         assets = _model_of(source, model_folder)
-    family = _family_of(assets, kind)
+    family = _named_family(assets, kind)
     layers = even_stages(family.model(model_config(assets)).depths["text"], division.pp, division.vpp)
     said = ParallelConfig(llm_pp_layers=list(map(list, layers)), tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
@@ -292,7 +293,7 @@ def _model_of(source: Path, told: Path | None) -> Path:
     return found
 
 
-def _family_of(folder: Path, kind: str) -> MegatronFamily:
+def _named_family(folder: Path, kind: str) -> MegatronFamily:
     """The family of the model whose folder was named."""
     way_out = "Any other trains from a distributed checkpoint: --to dcp."
     if kind in ("dcp", "run"):

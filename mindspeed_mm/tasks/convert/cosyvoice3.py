@@ -30,7 +30,7 @@ from mindspeed_mm.checkpoint.original.reading import pt_tensors
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError, first_names
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.finite import is_finite
 from mindspeed_mm.fsdp.utils.processor import load_processor
@@ -149,7 +149,7 @@ def _sound_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in SOUND_FILES if (folder / name).is_file()}
 
 
-def _config(release: Path, tensors: Mapping[str, LazyTensor], *, tied: bool) -> dict[str, Any]:
+def _config(release: Path, tensors: Mapping[str, LazyTensor], *, tied: bool) -> JsonObject:
     """`config.json`, with sizes taken from the weights."""
     base = read_json_object(release / BASE / "config.json", ModelFolderError)
     kept = {name: value for name, value in base.items() if not name.startswith("_")}

@@ -148,13 +148,13 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
                 way_out="Report this with the model's config.json; --no-verify (of mm-convert --verify false) "
                 "writes all the same.",
             )
-    sentence = _told(found) + told
+    sentence = _agreement_words(found) + told
     if unused:
         sentence += f"; not used for them, so not compared: {unused}"
     return sentence
 
 
-def _told(found: Mapping[str, Agreement]) -> str:
+def _agreement_words(found: Mapping[str, Agreement]) -> str:
     if not any(agreement.compared for agreement in found.values()):
         raise _NotCompared("the source itself computes no finite number of them")
     most = max(agreement.difference for agreement in found.values())
@@ -253,7 +253,7 @@ def _inputs(shown: Path, home: Path) -> tuple[dict[str, Inputs], str]:
     return given, not_shown
 
 
-def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
+def _tokens(*configs: Mapping[str, object]) -> torch.Tensor:
     """(1, tokens): words that stand for no medium."""
     sizes: list[int] = []
     special: set[int] = set()
@@ -341,7 +341,7 @@ class UsedWeights(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,

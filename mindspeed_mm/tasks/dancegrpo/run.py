@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.provider.entry_flags import entry_flags
 
@@ -210,7 +210,7 @@ def notes_on_data(path: Path) -> list[str]:
     return [f"{path}: {', '.join(left_out)} {have} no effect: sizes are --h and --w, and all else is of the flags"]
 
 
-def _hps(options: argparse.Namespace) -> dict[str, Any]:
+def _hps(options: argparse.Namespace) -> JsonObject:
     folder = Path(_inside(options.mm_model, "reward", "ckpt_dir"))
     weights = folder / _inside(options.mm_model, "reward", "load_pt")
     # The script has CLIP's words from a package of its own; FLUX.1 comes with the same.
@@ -226,7 +226,7 @@ def _inside(path: Path, *keys: str) -> str:
     return value
 
 
-def _sharding(options: argparse.Namespace) -> dict[str, Any]:
+def _sharding(options: argparse.Namespace) -> JsonObject:
     if options.fsdp_sharding_strategy == "none":
         return {"fully_shard_parallel_size": 1}
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

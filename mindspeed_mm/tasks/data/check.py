@@ -320,7 +320,7 @@ _PROBE = (
 )
 
 
-def _template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
+def _template_findings(template: ChatTemplate, processor: object, samples: list[Sample]) -> Iterator[DataFinding]:
     """Warnings about a template.
 
     Args:
@@ -355,7 +355,7 @@ def _template_findings(template: ChatTemplate, processor: Any, samples: list[Sam
         )
 
 
-def _instead(processor: Any, beginning: str, own: ChatTemplate | None) -> str:
+def _instead(processor: object, beginning: str, own: ChatTemplate | None) -> str:
     """What to set in the place of a template that does not fit. A beginning that the processor alone writes has to be
     written by a template: `mm check` asks for it where rows lack it."""
     if own is None:

@@ -27,7 +27,7 @@ class RowTokens(NamedTuple):
     """Whether they were read from a batch."""
 
 
-def tokens_of(item: Any, collate: Collator | None, name: str) -> RowTokens:
+def tokens_of(item: object, collate: Collator | None, name: str) -> RowTokens:
     """What a sample has along its tokens, or else a batch of it alone.
 
     Args:
@@ -53,7 +53,7 @@ def tokens_of(item: Any, collate: Collator | None, name: str) -> RowTokens:
         return RowTokens(found, error.problems[0].what)
 
 
-def _batch_of(collate: Collator, item: Any, name: str) -> Batch:
+def _batch_of(collate: Collator, item: object, name: str) -> Batch:
     """The batch of one sample. Raises `DataError` where the collator fails on it."""
     try:
         return completed(collate([item]), [name])
@@ -109,14 +109,14 @@ def _moved_back(of_next_BL: torch.Tensor | None, first: float) -> torch.Tensor |
     return torch.cat([torch.full_like(of_next_BL[:, :1], first), of_next_BL[:, :-1]], dim=1)
 
 
-def as_pair(sample: Any) -> list[Any]:
+def as_pair(sample: object) -> list[Any]:
     """The better and the worse answer of a preference row; any other sample alone."""
     if isinstance(sample, dict) and {"chosen", "rejected"} <= sample.keys():
         return [sample["chosen"], sample["rejected"]]
     return list(sample) if type(sample) is tuple else [sample]
 
 
-def readable_arrays(sample: Any) -> TokenArrays | str:
+def readable_arrays(sample: object) -> TokenArrays | str:
     """The arrays of a sample along its tokens; or why there are none that can be read. A plugin's own collator may take
     such a sample."""
     try:

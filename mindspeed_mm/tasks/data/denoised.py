@@ -71,7 +71,7 @@ def denoised_findings(dataset: MMDataset, tally: RowStatistics) -> list[DataFind
     for kind, what, is_meant, say, fix in _FINDINGS:
         rows = _rows_where(is_meant, tally.denoised)
         if rows:
-            found.append(_finding(kind, what, rows, say, fix))
+            found.append(_warning_on_rows(kind, what, rows, say, fix))
     found += _much_scaled(tally.denoised)
     return found
 
@@ -115,7 +115,7 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
     """Media that are enlarged or cut a lot, the worst as examples."""
     enlarged = _rows_where(lambda facts: facts.enlarged > MUCH_ENLARGED, told)
     if enlarged:
-        yield _finding(
+        yield _warning_on_rows(
             "enlarged",
             f"with a medium that is enlarged more than {MUCH_ENLARGED:g} times along one side",
             sorted(enlarged, key=lambda each: each[1].enlarged, reverse=True),
@@ -124,7 +124,7 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
         )
     cut = _rows_where(lambda facts: facts.cut > MUCH_CUT, told)
     if cut:
-        yield _finding(
+        yield _warning_on_rows(
             "cut away",
             "with a medium that loses more than a third of its area",
             sorted(cut, key=lambda each: each[1].cut, reverse=True),
@@ -133,7 +133,9 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
         )
 
 
-def _finding(kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str) -> DataFinding:
+def _warning_on_rows(
+    kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str
+) -> DataFinding:
     examples = tuple(f"{place}  {say(facts)}" for place, facts in rows[:_EXAMPLES])
     return DataFinding("warning", kind, f"{rows_told(len(rows))} {what}", len(rows), examples, (Fix(fix, 0),))
 

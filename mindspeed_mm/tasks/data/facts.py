@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +201,7 @@ class RowLook:
         *,
         decode: bool,
         specials: tuple[str, ...] = (),
-        check_sample: Callable[[Any], None] | None = None,
+        check_sample: Callable[[object], None] | None = None,
         collate: Collator | None = None,
     ) -> None:
         self.dataset, self._decode = dataset, decode
@@ -334,13 +333,13 @@ def content_hash(sample: Sample) -> int:
     """A number that two rows share when they say the same about the same media."""
     parts = []
     for each in both(sample):
-        media = list(map(_named, each.media))
+        media = list(map(_item_words, each.media))
         parts.append([each.messages, each.text, media, each.weights, each.tools])
     text = json.dumps(parts, ensure_ascii=False, default=repr).encode("utf-8", "replace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=_HASH_BYTES).digest(), "big")
 
 
-def _named(item: MediaItem) -> str:
+def _item_words(item: MediaItem) -> str:
     source = item.source
     if isinstance(source, bytes):
         return hashlib.blake2b(source, digest_size=_HASH_BYTES).hexdigest()

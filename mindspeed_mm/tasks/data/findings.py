@@ -167,7 +167,7 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
             "shortened",
             f"{rows_told(tally.shrunk)} lose whole turns, to fit cutoff_len {cutoff}",
             tally.shrunk,
-            fixes=(Fix(f"{BASIC}.cutoff_len={_rounded(longest)}", tally.shrunk),),
+            fixes=(Fix(f"{BASIC}.cutoff_len={_rounded_length(longest)}", tally.shrunk),),
         )
     if not rows:
         return
@@ -210,12 +210,12 @@ def lengths_that_save(lengths: np.ndarray) -> list[tuple[int, int]]:
         return []
     for share in _SAVED_SHARES:
         needed = int(lengths[int(np.ceil(share * len(lengths))) - 1])
-        length = _rounded(needed)
+        length = _rounded_length(needed)
         found[length] = int((lengths <= length).sum())
     return list(found.items())
 
 
-def _rounded(length: int) -> int:
+def _rounded_length(length: int) -> int:
     return -(-length // _ROUND_TO) * _ROUND_TO
 
 

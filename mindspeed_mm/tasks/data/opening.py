@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
@@ -82,7 +83,7 @@ class OpenedData:
         processor = self.processor()
         return tokenizer_of(processor) if processor is not None else None
 
-    def sample_check(self) -> Callable[[Any], None] | None:
+    def sample_check(self) -> Callable[[object], None] | None:
         """What raises `DataError` for a sample that training refuses; None: the rows are read here."""
         if self.dataset.has_rows:
             return None
@@ -130,7 +131,7 @@ class OpenedData:
             dataset,
             param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "pin_memory": False}),
             micro_batch_size=training.micro_batch_size,
-            gradient_accumulation_steps=micro_batches_of_step(self.arguments),
+            gradient_accumulation_steps=micro_batches_of_step(self.arguments.training, self.arguments.posttrain),
             dp_rank=0,
             dp_size=resolve_parallel_sizes(self.arguments.parallel, ranks).dp,
             seed=training.seed,
@@ -162,7 +163,7 @@ def open_data(
     """
     config = load_with_plugins(config_path, overrides)
     data = config.arguments.data
-    if draws_samples(config.arguments):
+    if draws_samples(config.arguments.posttrain):
         data = prompts_of(data)
     own = data.val_dataset_param
     train, held_out = build_mm_dataset(
@@ -191,7 +192,7 @@ def open_data(
 
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
-    update: dict[str, Any] = {"streaming": False, "truncation": param.basic_parameters.if_too_long}
+    update: JsonObject = {"streaming": False, "truncation": param.basic_parameters.if_too_long}
     if patient:
         update["on_bad_sample"] = "skip"
     if patient and "features_dir" in param.basic_parameters:  # of a generator: its rows are read at the start

@@ -74,7 +74,7 @@ def environment() -> jinja2.Environment:
     )
 
 
-def _render(**content: Any) -> str:
+def _render(**content: object) -> str:
     absent = dict.fromkeys(("check", "stats", "preview", "batch"))
     return environment().get_template(TEMPLATE).render(**{**absent, "charts": [], "shown": [], **content})
 
@@ -111,7 +111,7 @@ def shown_row(row: ShownRow, media: MediaLoader | None) -> View:
         "fault": row.fault,
         "notes": row.notes,
         "media": shown_media,
-        "answers": [_answer(answer) for answer in row.answers],
+        "answers": [_answer_view(answer) for answer in row.answers],
     }
 
 
@@ -133,7 +133,7 @@ def _medium(view: MediumView) -> View:
     }
 
 
-def _answer(answer: TokenizedConversation) -> View:
+def _answer_view(answer: TokenizedConversation) -> View:
     """Stretches with their tokens; behind the first thousands of tokens a stretch is one piece."""
     stretches = []
     for stretch in answer.stretches:

@@ -180,7 +180,7 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
 
 def _show_row(
     dataset: MMDataset,
-    check_sample: Callable[[Any], None] | None,
+    check_sample: Callable[[object], None] | None,
     collate: Collator | None,
     index: int,
     reader: TokenReader,
@@ -194,7 +194,7 @@ def _show_row(
         encoded, tokens = as_pair(item), tokens_of(item, collate, row.place)
         shrunk = any(isinstance(each, dict) and each.get("shrunk") for each in encoded)
         for name, arrays in tokens.arrays:
-            row.answers.append(_answer(name, arrays, shrunk, reader))
+            row.answers.append(_tokenized_answer(name, arrays, shrunk, reader))
         if tokens.is_collated:
             row.notes.append("as the data set's collator makes a batch of this row alone")
         if tokens.trouble:
@@ -227,7 +227,7 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
     return row
 
 
-def _answer(name: str, arrays: TokenArrays, shrunk: bool, reader: TokenReader) -> TokenizedConversation:
+def _tokenized_answer(name: str, arrays: TokenArrays, shrunk: bool, reader: TokenReader) -> TokenizedConversation:
     ids = arrays.ids.tolist()
     labels = None if arrays.labels is None else arrays.labels.tolist()
     is_drawn = arrays.is_drawn

@@ -77,7 +77,7 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
         sampler=parts,  # type: ignore[arg-type]
         collate_fn=_pass_chunk,
         num_workers=min(workers, len(parts)),
-        worker_init_fn=_init_worker,
+        worker_init_fn=_prepare_worker,
         multiprocessing_context="fork" if forks else None,
     )
     try:
@@ -93,6 +93,6 @@ def _pass_chunk(chunk: list[RowFacts]) -> list[RowFacts]:
     return chunk
 
 
-def _init_worker(_: int) -> None:
+def _prepare_worker(_: int) -> None:
     # The workers share the cores already, and tokenizers warns of its own threads after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -89,7 +89,7 @@ class TokenReader:
             weights: (L,) of the loss, or None.
         """
         numbers = list(map(int, ids))
-        counted = _weights(len(numbers), labels, weights)
+        counted = _token_weights(len(numbers), labels, weights)
         found: list[TokenSpan] = []
         pending: list[TokenPiece] = []
         for stretch in self._parts(numbers, counted):
@@ -174,7 +174,7 @@ def special_texts(processor: Processor | None) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda token: (-len(token), token)))
 
 
-def _weights(length: int, labels: Sequence[int] | None, weights: npt.ArrayLike | None) -> list[float]:
+def _token_weights(length: int, labels: Sequence[int] | None, weights: npt.ArrayLike | None) -> list[float]:
     if labels is None:
         return [0.0] * length
     counted = np.ones(length) if weights is None else np.asarray(weights, dtype=np.float64)

@@ -45,7 +45,7 @@ def check_lines(result: DataCheck, paint: Paint) -> list[str]:
         pace = paint.soft(f"  ({MEDIA_READ[result.media_read]}, {result.seconds:.1f} s, {speed:,.0f} rows/s)")
         lines.append(f"  {_rows_read(result.read, result.rows, result.usable)}{pace}")
     if result.cut:
-        lines.append(_cut(result.cut, result.samples))
+        lines.append(_words_on_cuts(result.cut, result.samples))
     for finding in result.findings:
         lines += _finding(finding, paint)
     lines += bars("tokens of a row, before truncation", result.tokens, paint)
@@ -96,7 +96,7 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         lines += ["", paint.head("tokens of a row") + f"  {named_numbers(stats.tokens)}"]
         lines.append(f"  trained: {stats.trained_share:.1%}")
     if stats.cut:
-        lines.append(_cut(stats.cut, stats.samples))
+        lines.append(_words_on_cuts(stats.cut, stats.samples))
     lines += bars("tokens of a row, before truncation", stats.token_bins, paint, stats.cutoff_len)
     if stats.patches:
         lines += ["", paint.head("patches of a row that has media") + f"  {named_numbers(stats.patches)}"]
@@ -108,7 +108,7 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     return lines
 
 
-def _cut(documents: int, samples: int) -> str:
+def _words_on_cuts(documents: int, samples: int) -> str:
     return f"  {_count(documents, 'document')} longer than cutoff_len, cut into pieces: {samples:,} samples in all"
 
 

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import ConfigError, DataError, StoppedAfterSave, UsageError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
 from mindspeed_mm.fsdp.models.diffusion.transformer import ExpertPair
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, InferenceArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -68,7 +68,7 @@ class GenerateRequest:
     """What to do where the folder allows more than one; None: as the configuration says."""
     media_dir: Path | None = None
     """Where images of `prompts_file` start; by default its folder."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: JsonMapping = field(default_factory=dict)
     """Fields of `SamplingArguments`; what is not given is the run's `inference.sampling`, else its `training.sampling`,
     else what `sampling/defaults.py` fills in."""
     lora: Path | None = None
@@ -205,7 +205,9 @@ def load_generator(
     source = resolve_source(model, lora)
     arguments = _arguments_of(source, config)
     sampler = load_sampler(_adapter_of(source, arguments, None), source, current_device())
-    return sampler, SamplingArguments() if arguments is None else as_trained(arguments.data, _configured(arguments))
+    return sampler, SamplingArguments() if arguments is None else as_trained(
+        arguments.data, _configured(arguments.training, arguments.inference)
+    )
 
 
 def resolve_source(model: Path, lora: Path | None) -> ModelSource:
@@ -231,10 +233,10 @@ def resolve_request(request: GenerateRequest, arguments: Arguments | None) -> tu
         UsageError: There are no prompts.
         DataError: The file of prompts, or the picture, is off.
     """
-    sampling = _configured(arguments) if arguments is not None else SamplingArguments()
+    sampling = _configured(arguments.training, arguments.inference) if arguments is not None else SamplingArguments()
     sampling = sampling.model_copy(update=dict(request.settings))
     if request.prompts or request.prompts_file is not None:
-        return sampling, _asked(request)
+        return sampling, _requested_prompts(request)
     prompts = prompts_of(sampling)
     if not prompts:
         raise UsageError("there are no prompts", way_out="Give --prompt TEXT or --prompts FILE.")
@@ -246,7 +248,7 @@ def missing_of(batch: SampleBatch, done: set[Key]) -> list[SampleOrder]:
     return [order for order in batch if (order.prompt.number, order.number) not in done]
 
 
-def _asked(request: GenerateRequest) -> list[Prompt]:
+def _requested_prompts(request: GenerateRequest) -> list[Prompt]:
     files = {name: _checked(name, path) for name, path in request.media.items()}
     image, others = files.pop("image", None), tuple(files.items())
     prompts = [Prompt(number, text, "--prompt", image, others=others) for number, text in enumerate(request.prompts)]
@@ -265,11 +267,11 @@ def _checked(name: str, file: Path) -> Path:
     return path
 
 
-def _configured(arguments: Arguments) -> SamplingArguments:
+def _configured(training: TrainingArguments, inference: InferenceArguments) -> SamplingArguments:
     """`training.sampling`, and over it what `inference.sampling` says."""
     defaults = SamplingArguments()
-    said = {name: value for name, value in arguments.inference.sampling.items() if value != defaults[name]}
-    return arguments.training.sampling.model_copy(update=said)
+    said = {name: value for name, value in inference.sampling.items() if value != defaults[name]}
+    return training.sampling.model_copy(update=said)
 
 
 def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
@@ -285,7 +287,7 @@ def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | No
         return find_adapter(source.folder, task=task)
     section = arguments.model.model_copy(update={"model_name_or_path": str(source.folder)})
     adapter = adapter_of_section(section, task)
-    adapter.note_few_steps(FewSteps.of_run(arguments))
+    adapter.note_few_steps(FewSteps.of_run(arguments.training, arguments.posttrain))
     return adapter
 
 
@@ -381,5 +383,5 @@ def _spread_samples(model: nn.Module, plan: Path) -> None:
     model.register_forward_pre_hook(_ask, with_kwargs=True, prepend=True)
 
 
-def _ask(_: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _ask(_: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> tuple[object, JsonObject]:
     return args, {**inputs, CONTEXT_KEY: True}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import (
     DRAWN_MANIFEST,
@@ -21,6 +20,7 @@ from mindspeed_mm.core.artifacts import (
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample, SampleOrder
 from mindspeed_mm.fsdp.utils.media_files import write_media
@@ -115,7 +115,7 @@ class SampleFolder:
             if found is not None:
                 raise self._foreign(f"it has no {DRAWN_MANIFEST}, and a sample would be written over '{found}'")
 
-    def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
+    def _rewrite(self, entries: Mapping[Key, Mapping[str, object]]) -> None:
         lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
         atomic_write_text(self.path / DRAWN_MANIFEST, "".join(lines))
         for file in self._manifests():
@@ -133,17 +133,17 @@ class SampleFolder:
     def _manifests(self) -> list[Path]:
         return sorted(self.path.glob("manifest.rank*.jsonl")) + sorted(self.path.glob(DRAWN_MANIFEST))
 
-    def _entries(self) -> Iterator[dict[str, Any]]:
+    def _entries(self) -> Iterator[JsonObject]:
         for file in self._manifests():
             yield from read_jsonl(file)
 
-    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+    def _is_whole(self, entry: Mapping[str, object]) -> bool:
         name = str(entry["file"])
         path = self.path / name
         is_there = name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
         return is_there and ("sound" not in entry or path.with_suffix(".wav").is_file())
 
-    def _check(self, entry: Mapping[str, Any], wanted: Mapping[Key, SampleOrder]) -> None:
+    def _check(self, entry: JsonMapping, wanted: Mapping[Key, SampleOrder]) -> None:
         if entry["model"] != self._model:
             raise self._foreign("it holds samples of another model")
         for name, value in self._settings.items():
@@ -153,7 +153,7 @@ class SampleFolder:
         if order is None or not self._is_of(entry, order):
             raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which was not requested for it")
 
-    def _is_of(self, entry: Mapping[str, Any], order: SampleOrder) -> bool:
+    def _is_of(self, entry: Mapping[str, object], order: SampleOrder) -> bool:
         """Whether a sample is the one asked for, wherever its prompt stood."""
         for name, value in order.describe(self._sampling).items():
             if name != "place" and entry.get(name) != value:

@@ -10,12 +10,13 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
 from mindspeed_mm.provider.entry_flags import EntryFlags, entry_flags
 
@@ -65,8 +66,8 @@ def make_class_pictures(options: argparse.Namespace, folder: Path, is_alone: boo
         raise UsageError(
             f"holds {lacking} pictures less than --num_class_images, and several ranks do not generate them",
             where=str(options.class_data_dir),
-            way_out=f"Make them first: mm infer {options.pretrained_model_name_or_path} "
-            f"--prompt '{options.class_prompt}' --num-samples {lacking} --out {options.class_data_dir}",
+            way_out=f"Make them first: mm infer {quoted(options.pretrained_model_name_or_path)} "
+            f"--prompt {quoted(options.class_prompt)} --num-samples {lacking} --out {quoted(options.class_data_dir)}",
         )
     from mindspeed_mm.tasks.draw import generate  # seconds to import
 
@@ -183,15 +184,15 @@ def _check_others(words: Sequence[str], known: EntryFlags) -> None:
             raise UsageError("no such flag", key=flag, way_out="See --help.")
 
 
-def configuration(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def configuration(options: argparse.Namespace, folder: Path) -> JsonObject:
     """The YAML's content.
 
     Args:
         options: The flags.
         folder: Where `instance.jsonl` and `class.jsonl` stand.
     """
-    entries: list[dict[str, Any]] = [{"path": str(folder / "instance.jsonl"), "repeats": options.repeats}]
-    diffusion: dict[str, Any] = {"shift": 1.0, "guidance": options.guidance_scale}
+    entries: list[JsonObject] = [{"path": str(folder / "instance.jsonl"), "repeats": options.repeats}]
+    diffusion: JsonObject = {"shift": 1.0, "guidance": options.guidance_scale}
     diffusion |= WEIGHTINGS[options.weighting_scheme]
     # diffusers' scripts index times that run down: less noise where the paper has more.
     diffusion |= {"logit_mean": -options.logit_mean, "logit_std": options.logit_std, "mode_scale": options.mode_scale}
@@ -216,9 +217,9 @@ def configuration(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _training(options: argparse.Namespace, folder: Path) -> JsonObject:
     pictures = 2 if options.with_prior_preservation else 1
-    training: dict[str, Any] = {
+    training: JsonObject = {
         "lr": options.learning_rate,
         "lr_decay_style": SCHEDULES[options.lr_scheduler],
         "weight_decay": options.adam_weight_decay,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 
 Record = Mapping[str, Any]
@@ -48,12 +49,12 @@ class PairedTest:
             f"{self.questions} questions{chance}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all fields by name, as a dictionary for JSON."""
         return asdict(self)
 
 
-def shares_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def shares_by_group(samples: Sequence[JsonMapping]) -> dict[str, float]:
     """Group → the least share of its items, of the samples of a published set."""
     shares: dict[str, float] = {}
     for sample in samples:

@@ -72,7 +72,7 @@ def run(request: EvaluateRequest) -> Evaluation:
         )
         answers = answer() if judge is None else unjudged.answers(ranks, answer)
         told = request.data_name or str(data.absolute())
-        facts = _facts(source, told, media_dir, most, time.monotonic() - began, answers)
+        facts = _facts_of_run(source, told, media_dir, most, time.monotonic() - began, answers)
         verdicts = None
         if judge is not None:
             facts["judge"] = judge.facts()
@@ -134,7 +134,7 @@ def _prepare(out: Path, judge: Judge | None) -> None:
         judge.check()
 
 
-def _facts(
+def _facts_of_run(
     source: ModelSource,
     data: str,
     media_dir: Path,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, read_jsonl
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.outbound import OutboundError, RequestLimits, Server, key_header
 from mindspeed_mm.fsdp.posttrain_rewards.http import AskedModel
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
@@ -148,11 +149,11 @@ def _parts(instruction: str, texts: Mapping[str, str]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
 
-def _compared(question: str, expected: str, given: str) -> list[dict[str, Any]]:
+def _compared(question: str, expected: str, given: str) -> list[JsonObject]:
     return _parts(_INSTRUCTION, {"{question}": question, "{expected}": expected, "{given}": given})
 
 
-def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, Any]]) -> Verdict:
+def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, object]]) -> Verdict:
     try:
         said = judge.answer(parts)
     except OutboundError as error:

@@ -16,13 +16,14 @@ from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
@@ -88,7 +89,7 @@ class LossEvaluation:
     tasks: dict[str, MeanLoss]
     overall: MeanLoss
     facts: Facts
-    samples: list[dict[str, Any]]
+    samples: list[JsonObject]
     """Result of each row that was counted: `id`, `task`, `loss` (its mean) and `tokens`."""
     left_out: list[dict[str, str]]
     """Rows without a loss: `id`, `reason`."""
@@ -166,11 +167,11 @@ def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Open
         yield _of_folder(request)
         return
     if request.config is not None:
-        param = _shown_by(request.config, arguments)
+        param = _shown_by(request.config, arguments.data)
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
     dataset = _rows(request, arguments)
     with loss_of_run(arguments, request.folder, dataset.processor) as (measured, weights):
-        yield measured, dataset, arguments, _facts(request, request.folder, None) | {"weights": weights}
+        yield measured, dataset, arguments, _facts_of_loss(request, request.folder, None) | {"weights": weights}
 
 
 def _of_folder(request: EvaluateRequest) -> _Opened:
@@ -182,7 +183,12 @@ def _of_folder(request: EvaluateRequest) -> _Opened:
     if source.lora is not None:
         model = load_peft(model, source.lora).get_base_model()
     device = current_device()
-    return loss_of_model(model.to(device), device), dataset, arguments, _facts(request, source.folder, source.lora)
+    return (
+        loss_of_model(model.to(device), device),
+        dataset,
+        arguments,
+        _facts_of_loss(request, source.folder, source.lora),
+    )
 
 
 def _arguments_of(source: ModelSource, param: DatasetParam) -> Arguments:
@@ -192,10 +198,10 @@ def _arguments_of(source: ModelSource, param: DatasetParam) -> Arguments:
     return arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
 
 
-def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
+def _shown_by(config: Path, data: DataArguments) -> DatasetParam:
     """The section of another configuration, with the processor of the run."""
     param = rows_view(ModelSource(Path()), config).param
-    own = arguments.data.dataset_param.preprocess_parameters
+    own = data.dataset_param.preprocess_parameters
     kept = {key: own[key] for key in ("model_name_or_path", *TOKEN_KEYS)}
     preprocess = param.preprocess_parameters.model_copy(update=kept)
     return param.model_copy(update={"preprocess_parameters": preprocess})
@@ -304,7 +310,7 @@ def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
     return MeanLoss(total / weight, len(rows), sum(row.tokens for row in rows))
 
 
-def _facts(request: EvaluateRequest, model: Path, lora: Path | None) -> Facts:
+def _facts_of_loss(request: EvaluateRequest, model: Path, lora: Path | None) -> Facts:
     facts = {"model": str(model.absolute())}
     if lora is not None:
         facts["lora"] = str(lora.absolute())

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
 from mindspeed_mm.core.errors import DataError, MMError, Problem, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -75,7 +75,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     questions = [Question(line.row, line.id, line.task, ask(line.job.text).sample, line.job.text) for line in lines]
     others = None if request.against is None else read_others(request.against, questions, comparison)
     for line in lines:
-        with _at(line.place):
+        with _naming_row(line.place):
             voice.checked(line.job)
     make_writable_folder(out / SOUNDS)
     began = time.monotonic()
@@ -83,7 +83,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     del voice  # two models need not fit at once
     view = rows_view(recogniser)
     heard = _hear(recogniser.folder, view, lines, out / SOUNDS, request.questions_at_a_time)
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "model": str(source.folder.absolute()),
         "recogniser": str(recogniser.folder.absolute()),
         "data": request.data_name or str(data.absolute()),
@@ -129,7 +129,7 @@ def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[Spok
     return lines, list(unread)
 
 
-def _line(row: dict[str, Any], number: int, place: str, loader: MediaLoader, most_tokens: int) -> SpokenLine:
+def _line(row: JsonObject, number: int, place: str, loader: MediaLoader, most_tokens: int) -> SpokenLine:
     text = row.get("text")
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{text!r:.80} is not a text to say", where=place, key="text", way_out="Repair the row.")
@@ -142,7 +142,7 @@ def _line(row: dict[str, Any], number: int, place: str, loader: MediaLoader, mos
     return SpokenLine(number, text_field(row, "id", place), text_field(row, "task", DEFAULT_TASK), place, job)
 
 
-def _reference(row: dict[str, Any], place: str, loader: MediaLoader) -> Reference | None:
+def _reference(row: JsonObject, place: str, loader: MediaLoader) -> Reference | None:
     given, words = row.get("ref_audio"), row.get("ref_text")
     if isinstance(given, list) and len(given) == 1:
         given = given[0]
@@ -152,12 +152,12 @@ def _reference(row: dict[str, Any], place: str, loader: MediaLoader) -> Referenc
         return None
     if not isinstance(given, str):
         raise DataError(f"{given!r:.80} is not the path of one recording", where=place, key="ref_audio")
-    with _at(place), loader.open(given) as file:
+    with _naming_row(place), loader.open(given) as file:
         return Reference(file.read(), given, words)
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def _naming_row(place: str) -> Iterator[None]:
     """Errors that pass through here name a row."""
     try:
         yield
@@ -170,7 +170,7 @@ def _speak(voice: Voice, lines: Sequence[SpokenLine], folder: Path) -> int:
     """Write what the model says, a file a row; returns how many were cut off."""
     progress, cut_off = WorkProgress("texts", total=len(lines)), 0
     for line in lines:
-        with _at(line.place):
+        with _naming_row(line.place):
             said = voice.speak(line.job)
         atomic_write_bytes(_sound(folder, line), wave_bytes(said.sound))
         cut_off += not said.finished

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ from mindspeed_mm.checkpoint.stored_weights import step_of_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import (
     base_weights_mark,
@@ -140,7 +142,7 @@ def open_contents(
         raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
     if (adapter := facts_of(outline).adapter) is not None and source.arguments is not None:
-        adapter.note_few_steps(FewSteps.of_run(source.arguments))
+        adapter.note_few_steps(FewSteps.of_run(source.arguments.training, source.arguments.posttrain))
     if has_adapters:
         weights = weights_folder(outline, base_weights_folder(source))
         opened = _merged(source, reader, outline, dtype)
@@ -247,7 +249,10 @@ def _adapter_contents(
             f"diffusers does not load adapters of {adapter.transformer_class} by {lora_format}'s names; ComfyUI does",
         )
 
-    if source.arguments is not None and FewSteps.of_run(source.arguments) is not None:
+    if (
+        source.arguments is not None
+        and FewSteps.of_run(source.arguments.training, source.arguments.posttrain) is not None
+    ):
         notes += ("adapters do not say that they draw in few steps; mm export --merge writes a folder that does",)
 
     def write(draft: Path) -> None:
@@ -266,7 +271,7 @@ def _note_on_base(source: ExportSource) -> tuple[str, ...]:
         return ()
     return (
         f"the adapters stand on {base}, whose weights are in Megatron's layout; for PEFT, write it as a model folder: "
-        f"mm convert {base} OUT --to hf --model {source.model_folder}",
+        f"mm convert {quoted(base)} OUT --to hf --model {quoted(source.model_folder)}",
     )
 
 
@@ -372,7 +377,7 @@ def complete(
 
 def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArguments:
     """The `model` section of the run, changed so that only the outline of the model is built, on any machine."""
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "model_name_or_path": str(source.model_folder),
         "attn_implementation": source.kind.outline_attention,
         "train_from_scratch": True,

@@ -67,14 +67,14 @@ def write_model_card(
     """
     use = usage_of(kind, folder, model_folder)
     config = _flat_config(run)
-    record = _json(run.run_json) if run else {}
+    record = _json_object(run.run_json) if run else {}
     sections = [
         _front_matter(use, model_folder, is_adapter=kind == "adapters"),
         f"# {title}",
-        _origin(config, step, model_folder),
+        _origin_words(config, step, model_folder),
         "\n".join(["```python", *use.code, "```"]),
         _view(folder),
-        _data(config, record),
+        _data_section(config, record),
         _settings(config, record, step, has_tokens=kind_of_folder(model_folder).has_tokens),
         _numbers(run, step),
     ]
@@ -95,13 +95,13 @@ def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
     return "\n".join([*lines, "---"])
 
 
-def _origin(config: Values, step: int | None, model_folder: Path) -> str:
+def _origin_words(config: Values, step: int | None, model_folder: Path) -> str:
     how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
     after = f", {step:,} steps" if step is not None else ""
     return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
 
 
-def _data(config: Values, record: Values) -> str:
+def _data_section(config: Values, record: Values) -> str:
     files = config.get("data.dataset_param.basic_parameters.dataset")
     if not files:
         return ""
@@ -137,7 +137,7 @@ def _numbers(run: RunFolder | None, step: int | None) -> str:
     rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
     results: Values = {}
     if _is_evaluated(run, step):
-        results = _json(run.evaluation / "results.json")
+        results = _json_object(run.evaluation / "results.json")
     measure = results.get("measure", "accuracy")
     for name, score in (results.get("tasks") or {}).items():
         interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
@@ -235,7 +235,7 @@ def _plain(value: object) -> str:
     return f"{value:,}" if is_number else str(value)
 
 
-def _json(path: Path) -> dict[str, object]:
+def _json_object(path: Path) -> dict[str, object]:
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):

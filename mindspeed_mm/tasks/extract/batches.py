@@ -118,7 +118,7 @@ def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int)
     """The batches in order, the next ones decoded while one is used. Decoders run outside the interpreter's lock."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
     try:
-        yield _decode(source, batches, pool, threads)
+        yield _decoded_batches(source, batches, pool, threads)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -129,7 +129,7 @@ DecodedRow = tuple[FeatureRecord, Pixels | None] | SkippedRow
 """A row with its pixels; None where its latents are there."""
 
 
-def _decode(
+def _decoded_batches(
     source: RawSource, batches: Sequence[WorkBatch], pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[DecodedBatch]:
     waiting: deque[WorkBatch] = deque()
@@ -270,7 +270,7 @@ class BatchEncoder:
                 else:
                     encoded = self._adapter.encode_text_beside(self._pipeline, some, media)
                 for caption, features in zip(some, encoded, strict=True):
-                    texts[caption] = _on_host(features)
+                    texts[caption] = _moved_to_host(features)
         return texts
 
     def encode_empty(self) -> TextFeatures:
@@ -288,10 +288,10 @@ class BatchEncoder:
         if REJECTED.name in media:
             found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media[REJECTED.name])
         found |= self._adapter.encode_conditions(self._pipeline, media)
-        return _on_host(found)
+        return _moved_to_host(found)
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _moved_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 

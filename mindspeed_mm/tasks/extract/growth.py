@@ -123,7 +123,7 @@ def plan_work(
                 found = replace(found, media_stem="")
             stem = f"{found.key}~{first}" if found.key in existing.stems else ""
             needs[index] = RowNeeds(found.media_stem, tuple(found.caption_stems), stem)
-    return WorkPlan(_batches(source, needs, first, batch_size), kept)
+    return WorkPlan(_work_batches(source, needs, first, batch_size), kept)
 
 
 def _found(
@@ -159,7 +159,9 @@ def _found(
     return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=tuple(stems))
 
 
-def _batches(source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None) -> list[WorkBatch]:
+def _work_batches(
+    source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None
+) -> list[WorkBatch]:
     """Batches of rows whose media are encoded, then of those whose captions alone are."""
     with_media: list[int] = []
     captions_alone: list[int] = []

@@ -6,9 +6,9 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.core.errors import Problem, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.request import short
 from mindspeed_mm.core.suggest import did_you_mean
 
@@ -50,13 +50,13 @@ def wants_resume(resume: object) -> bool:
     return _RESUMES[resume]
 
 
-def given_sections(**sections: object) -> dict[str, Any]:
+def given_sections(**sections: object) -> JsonObject:
     """The sections that were given.
 
     Raises:
         UsageError: One is not a mapping.
     """
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, values in sections.items():
         if values is not None and not isinstance(values, Mapping):
             raise UsageError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.tasks.given.arguments import given_sections
 from mindspeed_mm.tasks.given.rows import named_path
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class GivenConfig:
     """What was given, not looked into yet."""
 
-    source: Path | Mapping[str, Any]
+    source: Path | JsonMapping
     """A YAML file, or a mapping of its sections."""
     overrides: tuple[Any, ...]
     """Mappings of sections and `section.key=value`; later ones win."""
@@ -43,14 +44,14 @@ class GivenConfig:
         return cls(source, (given_sections(**sections) | named, *overrides), module)
 
 
-def resolved(source: Path | Mapping[str, Any], overrides: Sequence[Any] = ()) -> ResolvedConfig:
+def resolved(source: Path | JsonMapping, overrides: Sequence[Any] = ()) -> ResolvedConfig:
     """The configuration, validated, with the plugins that it names."""
     from mindspeed_mm.tasks.given.run_as_model import load_of_run  # pydantic
 
     return load_of_run(source, overrides)
 
 
-def _model(model: object) -> tuple[nn.Module | None, dict[str, Any]]:
+def _model(model: object) -> tuple[nn.Module | None, JsonObject]:
     """A model object, and what is said of the `model` section."""
     if model is None:
         return None, {}

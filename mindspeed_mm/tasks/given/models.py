@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import DRAWN_MANIFEST, read_jsonl
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
 from mindspeed_mm.tasks.given.configuration import resolved
@@ -102,7 +103,7 @@ class Asked:
         return ANSWERS[kind_of_path(self.model)](self)
 
 
-def _answer(asked: Asked) -> Any:
+def _answer(asked: Asked) -> object:
     """Answers of a language model, to a prompt or to rows."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a language model")
     from mindspeed_mm.tasks.answer import infer as task  # torch
@@ -113,7 +114,7 @@ def _answer(asked: Asked) -> Any:
             raise UsageError(f"{key} go with a prompt", key=key, way_out="Name them in the rows.")
     if (asked.prompt is None and not any(media.values())) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
-    same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
+    same: JsonObject = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
     if asked.rows is None:
         if not isinstance(asked.prompt, str | None):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
@@ -162,7 +163,7 @@ def _draw(asked: Asked) -> list[Path]:
     return [asked.out / record["file"] for record in read_jsonl(asked.out / DRAWN_MANIFEST)]
 
 
-def _answer_in_parts(asked: Asked) -> Any:
+def _answer_in_parts(asked: Asked) -> object:
     """The answer of a model that answers and draws to one prompt."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a model that answers and draws")
     from mindspeed_mm.tasks.answer import unified  # torch
@@ -183,5 +184,5 @@ def _answer_in_parts(asked: Asked) -> Any:
     return unified.answer(request)
 
 
-ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer_in_parts}
+ANSWERS: dict[ModelKind, Callable[[Asked], object]] = {LANGUAGE: _answer, GENERATOR: _draw, UNIFIED: _answer_in_parts}
 """Kind of model → what it makes of a prompt or of rows."""

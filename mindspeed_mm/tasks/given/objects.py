@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
 from mindspeed_mm.fsdp.params.loader import given_value
 from mindspeed_mm.fsdp.train.trainer import GivenObjects
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     Processor: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-Word: TypeAlias = str | Mapping[str, Any]
+Word: TypeAlias = str | JsonMapping
 """An override: `section.key=value`, or a mapping of sections."""
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -32,7 +33,7 @@ _IN_MEMORY = "(given in Python)"
 
 
 def with_objects(
-    given: Path | Mapping[str, Any],
+    given: Path | Mapping[str, object],
     words: Sequence[Word],
     module: nn.Module | None,
     rows: tuple[object, object],
@@ -74,7 +75,9 @@ def with_objects(
     return words, objects
 
 
-def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Word], stack: ExitStack) -> Callable[[], Path]:
+def _folder_for_objects(
+    given: Path | Mapping[str, object], words: Sequence[Word], stack: ExitStack
+) -> Callable[[], Path]:
     """Where objects are stored that a run reads: in its folder, or, where it keeps nothing, for its length."""
 
     @cache
@@ -94,10 +97,10 @@ def is_data_set(rows: object) -> bool:
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: Mapping[str, Any]) -> dict[str, Any]:
+def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: JsonMapping) -> JsonObject:
     """What names the files of rows for training and for validation; those in memory are stored. Their media start at
     the `dataset_dir` that is named, else at the working directory."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     files: list[Path] = []
     train, validation = rows
     if train is not None:
@@ -121,7 +124,7 @@ def _row_file(rows: object, argument: str, name: str, folder: Callable[[], Path]
     return named_path(rows, argument)
 
 
-def _of_basic(**values: object) -> dict[str, Any]:
+def _of_basic(**values: object) -> JsonObject:
     """Values of `basic_parameters` as an override."""
     return {"data": {"dataset_param": {"basic_parameters": values}}}
 
@@ -130,11 +133,11 @@ def _folder_of(
     module: nn.Module,
     processor: Processor | None,
     folder: Callable[[], Path],
-    given: Path | Mapping[str, Any],
+    given: Path | Mapping[str, object],
     words: Sequence[Word],
     *,
     reads_rows: bool,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The folder that stands for a model object: where its configuration and processor are read.
 
     Raises:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import checkpoint_folder, list_iterations
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker
 from mindspeed_mm.tasks.report.data import read_run
 
@@ -31,7 +32,7 @@ class Run:
     """`training.save`; None for a run that keeps nothing."""
     records: Sequence[Record] = ()
     """Logged steps and validations in the order of their steps, under the names of `metrics.jsonl`."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: JsonMapping = field(default_factory=dict)
     """`run.json`: versions, machine, data, how it ended."""
     model: nn.Module | None = None
     """The trained model, in the process that trained it; None where no step was left to do."""

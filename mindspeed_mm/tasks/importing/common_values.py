@@ -28,12 +28,12 @@ def key_of(row: PeerRow) -> str:
     return row.ours
 
 
-def plain_value(row: PeerRow, value: Any) -> Outcome:
+def plain_value(row: PeerRow, value: object) -> Outcome:
     """A value that means the same here."""
     return {key_of(row): value_of(value) if isinstance(value, str) else value}
 
 
-def mapped(row: PeerRow, value: Any, how: str) -> Outcome:
+def mapped(row: PeerRow, value: object, how: str) -> Outcome:
     """A word of theirs as a word of ours, by the list `theirs=ours …` of the table; `null` is our default."""
     pairs = dict(pair.split("=") for pair in how.split()[1:])
     found = {theirs.lower(): value_of(ours) for theirs, ours in pairs.items()}
@@ -45,7 +45,7 @@ def mapped(row: PeerRow, value: Any, how: str) -> Outcome:
     return {} if found[word] is None else {key_of(row): found[word]}
 
 
-def fixed(row: PeerRow, value: Any, how: str) -> Outcome:
+def fixed(row: PeerRow, value: object, how: str) -> Outcome:
     """A switch that stands for a value of ours: `=bf16`."""
     if value in (None, "", "null") or str(value).lower() in ("false", "no", "0", "none"):
         return {}
@@ -65,43 +65,43 @@ def number(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion("flag")
-def flag(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def flag(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch that is one here, too."""
     return {key_of(row): is_on(value)}
 
 
 @conversion("not")
-def negated(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def negated(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch that says the opposite here."""
     return {key_of(row): not is_on(value)}
 
 
 @conversion("on")
-def switched_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def switched_on(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch whose being off leaves our default."""
     return {key_of(row): True} if is_on(value) else {}
 
 
 @conversion("list")
-def listed(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def listed(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A list, or words with commas between them."""
     return {key_of(row): texts(value)} if value else {}
 
 
 @conversion("path")
-def path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def path(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A path, which stays as it is written."""
     return no(f"no value is given; set {key_of(row)}") if isinstance(value, bool) else {key_of(row): str(value)}
 
 
 @conversion(":text")
-def text(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def text(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A text; a switch that is off is none."""
     return {key_of(row): value} if isinstance(value, str) and value else {}
 
 
 @conversion(":first")
-def first(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def first(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The first of a list, where one is taken here."""
     several = value if isinstance(value, list) else [value]
     if not several:
@@ -137,7 +137,7 @@ def dtype(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":attention")
-def attention(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def attention(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The attention kernel, under the names that transformers and ms-swift use."""
     word = str(value).lower().replace("-", "_")
     names = {
@@ -161,7 +161,7 @@ def attention(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":resume")
-def resume(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def resume(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A run continues by itself; a checkpoint elsewhere is named."""
     if isinstance(value, bool) or str(value).lower() in ("latest", "auto", "none", ""):
         return idle("a run continues from the newest checkpoint in training.save")
@@ -181,7 +181,7 @@ _OF_WAN = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn
 
 
 @conversion(":targets")
-def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def targets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The modules that get adapters; all linear layers are our default."""
     if isinstance(value, str) and re.search(r"mlp.*attn|attn.*mlp", value) and "vision" not in value:
         return {}  # all linear layers of the language model, in a regular expression
@@ -215,13 +215,13 @@ def _with_tower(draft: PeerSetup, row: PeerRow) -> Outcome:
 
 
 @conversion(":alpha")
-def alpha(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def alpha(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The numerator of the adapters' scale."""
     return {key_of(row): value}
 
 
 @conversion(":rslora")
-def rslora(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def rslora(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The scale alpha / √rank is that of another alpha here (rsLoRA, arXiv:2312.03732)."""
     if not is_on(value):
         return {}
@@ -238,13 +238,13 @@ def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":adapters")
-def adapters(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def adapters(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Adapters of a folder, a file or a hub, which stay as they are."""
     return {key_of(row): [draft.folder_of(name, "models", model_fetch) for name in texts(value)]} if value else {}
 
 
 @conversion(":lora_path")
-def lora_path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def lora_path(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The folder or file of adapters that training continues from."""
     if isinstance(value, bool):
         return idle("the rank is that of the adapters in training.lora.pretrained_lora_path")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import Kind, PeerRow, PeerTool, words_of
 from mindspeed_mm.tasks.importing.given import Given, Setting
 
@@ -85,7 +85,7 @@ class PeerSetup:
     tool: PeerTool
     given: Given
     method: Method = "sft"
-    out: dict[str, Any] = field(default_factory=dict)
+    out: JsonObject = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """Key → what stands beside it."""
     findings: list[SettingResult] = field(default_factory=list)
@@ -184,7 +184,7 @@ class PeerSetup:
         name = f"{self.model_name} {self.model_type.replace('_', '-')}"
         return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_facts(self) -> JsonMapping:
         """What the folder's config.json says of the language model; empty where there is none."""
         facts = (self._facts() or {}) if self.model_name else {}
         inner = facts.get("text_config")
@@ -200,7 +200,7 @@ class PeerSetup:
             return 32
         return 28 if re.search(r"qwen2(\.5)?-?(vl|omni)", name) else None
 
-    def _facts(self) -> Mapping[str, Any] | None:
+    def _facts(self) -> JsonMapping | None:
         """The model's config.json, where the folder is there."""
         try:
             facts = parse_json((Path(self.out.get(MODEL) or self.model_name) / "config.json").read_bytes())
@@ -235,7 +235,7 @@ Outcome = Mapping[str, Any] | Told
 Conversion = Callable[[PeerSetup, PeerRow, Any], Outcome]
 CONVERSIONS: dict[str, Conversion] = {}
 """Name in the table's column `how` → what it does with a value."""
-DEFAULTS: dict[str, Callable[[PeerSetup], Any]] = {}
+DEFAULTS: dict[str, Callable[[PeerSetup], object]] = {}
 """Name in the table's column `default` → the tool's default for these settings; None where there is none."""
 
 
@@ -249,10 +249,10 @@ def conversion(name: str) -> Callable[[Conversion], Conversion]:
     return register
 
 
-def default_of(name: str) -> Callable[[Callable[[PeerSetup], Any]], Callable[[PeerSetup], Any]]:
+def default_of(name: str) -> Callable[[Callable[[PeerSetup], object]], Callable[[PeerSetup], object]]:
     """Register a default that follows from other settings."""
 
-    def register(function: Callable[[PeerSetup], Any]) -> Callable[[PeerSetup], Any]:
+    def register(function: Callable[[PeerSetup], object]) -> Callable[[PeerSetup], object]:
         DEFAULTS[name] = function
         return function
 
@@ -269,12 +269,12 @@ def data_fetch(name: str, folder: str) -> str:
     return f"hf download {name} --repo-type dataset --local-dir {folder}"
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: object) -> bool:
     """Whether a switch is on, however it is written."""
     return str(value).lower() in ("true", "yes", "on", "1", "1.0") if not isinstance(value, bool) else value
 
 
-def texts(value: Any) -> list[str]:
+def texts(value: object) -> list[str]:
     """A list of words: a list, or a text with commas or blanks between them."""
     if isinstance(value, list | tuple):
         return [str(each) for each in value]

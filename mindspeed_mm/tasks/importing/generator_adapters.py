@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import with_lora
 from mindspeed_mm.tasks.importing.draft import (
@@ -74,7 +73,7 @@ def script_of(draft: PeerSetup) -> str:
     return Path(draft.given.program[0]).name if draft.given.program else ""
 
 
-def component(draft: PeerSetup, name: str) -> dict[str, Any]:
+def component(draft: PeerSetup, name: str) -> JsonObject:
     """A JSON file of the model's folder, such as `scheduler/scheduler_config.json`; empty where it is not here."""
     for folder in (draft.out.get(MODEL), draft.model_name):
         try:
@@ -102,7 +101,7 @@ def family_of(draft: PeerSetup) -> str:
     return ""
 
 
-def _adapted(draft: PeerSetup) -> dict[str, Any]:
+def _adapted(draft: PeerSetup) -> JsonObject:
     """The layers that the tool adapts unless it is told otherwise."""
     table = _WITHOUT_MODULATION if draft.tool.name == "musubi" else _BLOCKS
     layers = table.get(family_of(draft))
@@ -113,7 +112,7 @@ def _adapted(draft: PeerSetup) -> dict[str, Any]:
 
 
 @conversion(":network_module")
-def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def network_module(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The kinds of adapters of kohya's scripts, of which LoRA is built, and the layers that get them."""
     kind = str(value).rpartition(".")[2]
     if not kind.startswith("lora"):
@@ -144,10 +143,10 @@ def _numbered_blocks(draft: PeerSetup, given: dict[str, str]) -> list[str]:
 
 
 @conversion(":network_args")
-def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def network_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Further arguments of adapters: the kind and the numbers of blocks, and LoRA+; others, such as convolutions, are
     not built."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     pairs = [str(each).partition("=") for each in (value if isinstance(value, list) else re.split(r"\s+", str(value)))]
     blocks = {name: text for name, _, text in pairs if name in _NUMBERS_OF_BLOCKS}
     if blocks:
@@ -163,7 +162,7 @@ def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_network")
-def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_network(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """LoRA, and the layers that get it; LoKr and others are named."""
     if str(value).lower() not in ("lora", "lierla"):
         raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
@@ -171,14 +170,14 @@ def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":only_if_contains")
-def only_if_contains(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def only_if_contains(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Parts of the names of modules that get adapters, as patterns."""
     names = [each.removeprefix("transformer.") for each in texts(value)]
     return {_TARGETS: [f"*{name}*" for name in names]}
 
 
 @conversion(":lora_base_model")
-def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def lora_base_model(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The part that gets adapters: the transformer alone is supported."""
     if value not in ("dit", "video_dit", "dit2"):
         return no("adapters are on the transformer")
@@ -186,7 +185,7 @@ def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":unet_only")
-def unet_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def unet_only(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the transformer alone is adapted; without it, kohya's scripts adapt CLIP's text encoder, too."""
     if is_on(value):
         return idle("adapters are on the transformer alone")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.data_args import CAPTIONS_OF_LISTS
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -30,11 +32,11 @@ from mindspeed_mm.tasks.importing.run_values import media_in
 
 
 @conversion(":di_dataset")
-def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def di_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Pictures with one caption, of a thing and its class; or a folder or data set with captions."""
     name = draft.folder_of(str(value), "data", data_fetch)
     prompt = draft.get("instance_prompt")
-    first: dict[str, Any] = {"path": name}
+    first: JsonObject = {"path": name}
     if prompt:
         first["caption"] = str(prompt)
         if not draft.has("caption_column") and (draft.has("dataset_name") or any(Path(name).glob("*.txt"))):
@@ -50,7 +52,7 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":clips_root")
-def clips_root(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def clips_root(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Where the clips of a table are; without one, CogVideoX's scripts read a text file of captions and one of paths,
     line by line."""
     if draft.has("dataset_name"):
@@ -96,20 +98,20 @@ def resolution_of_diffusers(draft: PeerSetup) -> int | None:
 
 
 @conversion(":aspect_buckets")
-def aspect_buckets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def aspect_buckets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Sizes written `height,width;height,width`, as a list of buckets."""
     pairs = [part.split(",") for part in str(value).split(";") if part]
     return {f"{MEDIA}.buckets": [f"{int(height)}x{int(width)}" for height, width in pairs]}
 
 
 @conversion(":center_crop")
-def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def center_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut in the middle or at a random place."""
     return {} if is_on(value) or draft.has("height") else {f"{MEDIA}.crop": "random"}
 
 
 @conversion(":ko_dataset")
-def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
     entries = _subsets(draft)
     if not entries:
@@ -126,7 +128,7 @@ def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None:
+def _mix_regularisation(draft: PeerSetup, entries: list[JsonObject]) -> None:
     """kohya's scripts read as many pictures of `is_reg` as others (DreamBoothDataset), and with a weight of 1 their
     loss is like any other's: where both can be counted, they are a data set like others, repeated to be as many."""
     counts = [media_in(entry) for entry in entries]
@@ -145,14 +147,14 @@ def _mix_regularisation(draft: PeerSetup, entries: list[dict[str, Any]]) -> None
     draft.note(DATASET, "pictures of is_reg count like others, and are as many")
 
 
-def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
+def _subsets(draft: PeerSetup) -> list[JsonObject]:
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_resolution(draft, each)) for each in datasets}) > 1
     found = []
     for dataset in datasets:
         entries = []
         for subset in dataset.get("subsets") or []:
-            entry: dict[str, Any] = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
+            entry: JsonObject = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
             if (repeats := int(subset.get("num_repeats", 1))) > 1:
                 entry["repeats"] = repeats
             if subset.get("class_tokens"):
@@ -169,7 +171,7 @@ def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
     return found
 
 
-def _held_out(draft: PeerSetup, dataset: dict[str, Any], subset: dict[str, Any]) -> float:
+def _held_out(draft: PeerSetup, dataset: Mapping[str, object], subset: Mapping[str, object]) -> float:
     """The share of a subset that is validated on; 1 for one that is not trained on."""
     given = (draft.given.tree, draft.given.tree.get("general") or {}, dataset, subset)
     return float(next((each["validation_split"] for each in reversed(given) if "validation_split" in each), 0.0))
@@ -186,13 +188,13 @@ def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): share} if 0 < share < 1 else {}
 
 
-def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
+def _general(draft: PeerSetup, dataset: Mapping[str, object], word: str, default: object = None) -> Any:
     """A setting of a data set, of all of them, or of the command."""
     general = draft.given.tree.get("general") or {}
     return dataset.get(word, general.get(word, draft.get(word, default)))
 
 
-def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
+def _resolution(draft: PeerSetup, dataset: Mapping[str, object]) -> tuple[int, int]:
     """Width and height that a data set is trained at."""
     default = [960, 544] if draft.tool.name == "musubi" else 512
     given = _general(draft, dataset, "resolution", default)
@@ -200,10 +202,10 @@ def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
+def _datasets(draft: PeerSetup) -> list[JsonObject]:
     """The data sets of a TOML; musubi-tuner takes a sample of a clip for each of its `target_frames`, so that one of
     several becomes several, and the first frame alone where there are none (VideoDataset)."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for dataset in (each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)):
         is_of_clips = any(word in dataset for word in ("video_directory", "video_jsonl_file"))
         if not is_of_clips or dataset.get("frame_extraction") == "full":
@@ -216,10 +218,10 @@ def _datasets(draft: PeerSetup) -> list[dict[str, Any]]:
     return found
 
 
-def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
+def _sizes(draft: PeerSetup, dataset: Mapping[str, object]) -> JsonObject:
     width, height = _resolution(draft, dataset)
     frames = dataset.get("target_frames")
-    sizes: dict[str, Any] = (
+    sizes: JsonObject = (
         {"max_pixels": width * height}
         if is_on(_general(draft, dataset, "enable_bucket", False))
         else {"height": height, "width": width}
@@ -231,7 +233,7 @@ def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
 
 @conversion(":ko_resolution")
 @conversion(":mu_resolution")
-def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def resolution(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A size, or an area where there are buckets."""
     datasets = _datasets(draft) or [{}]
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -240,14 +242,14 @@ def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":mu_dataset")
-def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def mu_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders and files of pictures and clips; each has its own sizes where they differ."""
     datasets = _datasets(draft)
     several = len({str(_sizes(draft, each)) for each in datasets}) > 1
     entries = []
     for dataset in datasets:
         words = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
-        entry: dict[str, Any] = {"path": next((str(dataset[word]) for word in words if word in dataset), "")}
+        entry: JsonObject = {"path": next((str(dataset[word]) for word in words if word in dataset), "")}
         if (repeats := int(_general(draft, dataset, "num_repeats", 1))) > 1:
             entry["repeats"] = repeats
         if dataset.get("control_directory"):
@@ -262,7 +264,7 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":frames")
-def frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def frames(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The number of frames, unless each entry has its own."""
     datasets = _datasets(draft)
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -277,7 +279,7 @@ def frames_of_musubi(draft: PeerSetup) -> int | None:
 
 
 @conversion(":frame_extraction")
-def frame_extraction(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def frame_extraction(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Which part of a clip is taken."""
     if value == "head":
         return {}
@@ -297,14 +299,14 @@ def micro_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_datasets")
-def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders; an entry of several resolutions becomes several."""
     entries = []
     for dataset in process_of(draft).get("datasets") or []:
         areas = dataset.get("resolution", 512)
         for area in areas if isinstance(areas, list) else [areas]:
             path = str(dataset.get("folder_path", dataset.get("dataset_path", "")))
-            entry: dict[str, Any] = {"path": path}
+            entry: JsonObject = {"path": path}
             several = len(_areas(draft)) > 1
             if several:
                 entry["name"] = f"{Path(path).name}-{area}"
@@ -331,7 +333,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def process_of(draft: PeerSetup) -> dict[str, Any]:
+def process_of(draft: PeerSetup) -> JsonObject:
     """The part of a job that trains."""
     processes = (draft.given.tree.get("config") or {}).get("process") or [{}]
     return processes[0] if isinstance(processes[0], dict) else {}
@@ -356,16 +358,16 @@ def ai_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_crop")
-def ai_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut at a random place."""
     return {f"{MEDIA}.crop": "random"} if is_on(value) else {}
 
 
 @conversion(":ds_dataset")
-def ds_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ds_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A table of media and captions."""
     table = draft.get("dataset_metadata_path")
-    entry: dict[str, Any] = {"path": str(table or value)}
+    entry: JsonObject = {"path": str(table or value)}
     if int(draft.get("dataset_repeat", 1)) > 1:
         entry["repeats"] = int(draft.get("dataset_repeat"))
     return {DATASET: entry["path"] if len(entry) == 1 else [entry], f"{BASIC}.dataset_dir": str(value)}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
@@ -43,7 +44,7 @@ _WEIGHTINGS: dict[str, dict[str, str]] = {
 
 
 @conversion(":model_of_paths")
-def model_of_paths(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def model_of_paths(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The model behind a list of its files, such as `Wan-AI/Wan2.1-T2V-1.3B:diffusion_pytorch_model*.safetensors,…`."""
     name = str(value).partition(":")[0].strip('["')
     draft.note("model.model_name_or_path", "the folder of this model in diffusers' layout")
@@ -59,7 +60,7 @@ def blocks_to_swap(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ko_optimizer")
-def ko_optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """AdamW in its kinds, whose weight decay is 0.01 in torch and bitsandbytes unless `optimizer_args` has another."""
     found = optimizer(draft, row, value)
     if isinstance(found, Told) or "weight_decay" in str(draft.get("optimizer_args", "")):
@@ -68,16 +69,16 @@ def ko_optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ko_lr")
-def ko_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_lr(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The rate of the transformer's adapters, which `unet_lr` goes before."""
     rate = draft.get("unet_lr", draft.get("train.unet_lr", value))
     return {key_of(row): float(rate)}
 
 
 @conversion(":optimizer_args")
-def optimizer_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def optimizer_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """`weight_decay=0.01`, `betas=0.9,0.99`, `eps=1e-8` of AdamW."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
         name, _, text = str(pair).partition("=")
         numbers = [
@@ -95,7 +96,7 @@ def optimizer_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":betas")
-def betas(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def betas(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The decay rates of the two moments of AdamW."""
     if not isinstance(value, list) or len(value) != 2:
         return no("write adam_beta1 and adam_beta2 in the section training")
@@ -103,26 +104,26 @@ def betas(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":must_be_on")
-def must_be_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def must_be_on(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A part that is always trained here."""
     return {} if is_on(value) else no("the transformer alone is trained")
 
 
 @conversion(":off_or_no")
-def off_or_no(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def off_or_no(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Not built; switched off it changes nothing."""
     is_off = value in (False, None, 0, 0.0, "", ",", ", ") or str(value).lower() in ("false", "0", "0.0")
     return idle("it is off") if is_off else no(row.note)
 
 
 @conversion(":off_or_idle")
-def off_or_idle(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def off_or_idle(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """It changes how the tool computes."""
     return idle(row.note)
 
 
 @conversion(":sd_only")
-def sd_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sd_only(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A setting of Stable Diffusion 1, 2 and XL, which predict noise: these families are not built."""
     if value in (False, 0, 0.0):
         return idle("it is off")
@@ -132,9 +133,9 @@ def sd_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 # --- noise levels and losses ------------------------------------------------------------------------------------------
 
 
-def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> dict[str, Any]:
+def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> JsonObject:
     """A `weighting_scheme`; the scripts index times that run down, so less noise where the paper has more."""
-    found: dict[str, Any] = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
+    found: JsonObject = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
     if scheme == "logit_normal":
         mean = float(draft.get("logit_mean", 0.0))
         found[f"{DIFFUSION}.logit_mean"] = -mean if flips and mean else mean
@@ -151,7 +152,7 @@ def weighting_of_diffusers(draft: PeerSetup) -> str:
 
 
 @conversion(":di_weighting")
-def di_weighting(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def di_weighting(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The density of diffusers' flow-matching scripts; CogVideoX counts steps uniformly."""
     if str(value) not in _WEIGHTINGS:
         return no(f"{value} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
@@ -184,7 +185,7 @@ def precondition_of_diffusers(draft: PeerSetup) -> int | None:
 
 
 @conversion(":precondition")
-def precondition(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def precondition(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the clean sample is compared, x = x_σ − σ v, instead of the velocity v: σ² times the same error."""
     if not is_on(value):
         return {}
@@ -221,7 +222,7 @@ def _shift_of_flux2(draft: PeerSetup) -> float:
 
 
 @conversion(":ko_timesteps")
-def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """`timestep_sampling` of kohya's scripts (get_noisy_model_input_and_timesteps)."""
     word = str(value)
     is_sd3 = draft.tool.name == "kohya" and family_of(draft) == "sd3"
@@ -236,7 +237,7 @@ def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         how_much = 1.0 if word == "uniform" else "resolution"
         return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": how_much}
     std = float(draft.get("sigmoid_scale", 1.0))
-    found: dict[str, Any] = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
+    found: JsonObject = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
     if word == "sigmoid":
         return {**found, f"{DIFFUSION}.shift": 1.0}
     if word == "shift":
@@ -251,10 +252,10 @@ def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_timesteps")
-def ai_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How noise levels are drawn by `timestep_type` of ai-toolkit (custom_flowmatch_sampler.py)."""
     word = str(value)
-    found: dict[str, dict[str, Any]] = {
+    found: dict[str, JsonObject] = {
         "sigmoid": {"timestep_density": "logit_normal", "shift": 1.0},
         "linear": {"timestep_density": "uniform", "shift": 1.0},
         "weighted": {"timestep_density": "uniform", "shift": 1.0, "loss_weighting": "bell"},
@@ -274,7 +275,7 @@ def prediction_of_kohya(draft: PeerSetup) -> str | None:
 
 
 @conversion(":prediction_type")
-def prediction_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def prediction_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What the loss compares: the velocity as it is (raw), or weighted by σ²."""
     return (
         {} if value == "raw" else no(f"{value}: here the loss compares velocities, as model_prediction_type raw does")
@@ -282,14 +283,14 @@ def prediction_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sigma_range")
-def sigma_range(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sigma_range(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Timesteps of a thousand, as noise levels."""
     low, high = float(draft.get("min_timestep", 0)) / 1000, float(draft.get("max_timestep", 1000)) / 1000
     return {} if (low, high) == (0, 1) else {key_of(row): [low, high]}
 
 
 @conversion(":boundaries")
-def boundaries(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def boundaries(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Shares of the timesteps, which run down in DiffSynth-Studio."""
     low = 1 - float(draft.get("max_timestep_boundary", 1.0))
     high = 1 - float(draft.get("min_timestep_boundary", 0.0))
@@ -310,13 +311,13 @@ def guidance_one(draft: PeerSetup) -> float | None:
 
 
 @conversion(":bypass_guidance")
-def bypass_guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def bypass_guidance(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the input for guidance is left out."""
     return no("training.diffusion.guidance: 1.0 trains FLUX.1 dev at guidance 1") if is_on(value) else idle("it is off")
 
 
 @conversion(":ai_loss")
-def ai_loss(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_loss(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Losses that are not built; at their default they change nothing."""
     if value in (False, 0, 0.0, 1, 1.0, "", None) or value == "mse":
         return idle("it is off")
@@ -327,21 +328,21 @@ def ai_loss(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ko_save")
-def ko_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ko_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A folder, with the name of what is trained."""
     folder, name = draft.get("output_dir"), draft.get("output_name")
     return {"training.save": "/".join(str(each).rstrip("/") for each in (folder or "output", name) if each)}
 
 
 @conversion(":ai_save")
-def ai_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ai_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The run folder of a job: its training folder and its name."""
     name, folder = draft.get("config.name", "job"), draft.get("training_folder", "output")
     return {"training.save": f"{str(folder).rstrip('/')}/{name}"}
 
 
 @conversion(":prompts")
-def prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def prompts(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The prompts that samples are drawn from while training."""
     separator = str(draft.get("validation_prompt_separator", ":::"))
     several = [str(each) for each in (value if isinstance(value, list) else str(value).split(separator))]
@@ -353,7 +354,7 @@ def prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sample_prompts")
-def sample_prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sample_prompts(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The prompts of ai-toolkit's list of samples."""
     samples = (process_of(draft).get("sample") or {}).get("samples") or []
     if any(key.startswith("ctrl_img") for sample in samples for key in sample):
@@ -362,7 +363,7 @@ def sample_prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":prompts_file")
-def prompts_file(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def prompts_file(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """One prompt a line; kohya's options behind it are not read."""
     draft.note(key_of(row), "one prompt a line, without --w, --h and other options behind it")
     return {key_of(row): str(value)}

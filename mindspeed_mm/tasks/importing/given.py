@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, UsageError, count_problems
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import MOST_DEPTH, parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, plain
@@ -45,7 +46,7 @@ class Given:
 
     source: str
     settings: list[Setting]
-    tree: Mapping[str, Any] = field(default_factory=dict)
+    tree: JsonMapping = field(default_factory=dict)
     """The file's content as plain values; of a command its options."""
     program: tuple[str, ...] = ()
     """Of a command: the program and its first words, such as `swift sft` or `train_network.py`."""
@@ -128,10 +129,10 @@ def options_of(words: Sequence[str], where: str) -> list[Setting]:
             found[name].append(value_of(word))
         elif match := re.fullmatch(r"([A-Za-z][\w.]*)=(.*)", word, re.DOTALL):
             found[match[1]] = [value_of(match[2])]
-    return [Setting(key, _one(values), where) for key, values in found.items()]
+    return [Setting(key, _given_value(values), where) for key, values in found.items()]
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """A word of a command as the value that YAML would read."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -142,7 +143,7 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _one(values: list[Any]) -> Any:
+def _given_value(values: Sequence[object]) -> object:
     """A switch is on, one value is itself, several are a list."""
     if not values:
         return True
@@ -162,7 +163,7 @@ def _flatten(node: Node, prefix: str) -> Iterator[Setting]:
             yield Setting(key, plain(entry.node), str(entry.key))
 
 
-def _flatten_plain(tree: Mapping[str, Any], prefix: str, place: Any) -> Iterator[Setting]:
+def _flatten_plain(tree: Mapping[str, object], prefix: str, place: Any) -> Iterator[Setting]:
     for name, value in tree.items():
         key = prefix + name
         if isinstance(value, dict):
@@ -174,7 +175,7 @@ def _flatten_plain(tree: Mapping[str, Any], prefix: str, place: Any) -> Iterator
             yield Setting(key, value, place(key))
 
 
-def _read_toml(text: str, path: Path) -> dict[str, Any]:
+def _read_toml(text: str, path: Path) -> JsonObject:
     if _too_deep(text):
         what = f"nested deeper than {MOST_DEPTH} levels"
         raise ConfigError(what, where=str(path), way_out="Flatten it.")
@@ -247,7 +248,7 @@ def _read_script(path: Path) -> Given:
             words = shlex.split(_without_comment(_computed(line, variables)))
         except ValueError:
             continue
-        words = [_filled(word, variables) for word in words]
+        words = [_with_variables(word, variables) for word in words]
         if words and words[0] in ("export", "set"):
             words = words[1:]
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
@@ -308,7 +309,7 @@ def _computed(line: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\(\(([^()]*)\)\)|\$\(expr ([^()]*)\)|`expr ([^`]*)`", result, line)
 
 
-def _filled(word: str, variables: Mapping[str, str]) -> str:
+def _with_variables(word: str, variables: Mapping[str, str]) -> str:
     """A word with the values of variables; what the script does not set stays marked."""
 
     def value(match: re.Match[str]) -> str:
@@ -374,7 +375,7 @@ def _with_file(given: Given) -> Given:
     return Given(str(path), merged.settings, merged.tree, given.program, given.environment, path.parent)
 
 
-def shell_value(value: Any) -> str | None:
+def shell_value(value: object) -> str | None:
     """The name of what only a shell could work out in a value; None where it is plain."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.split(UNKNOWN)[1] or "a command" if UNKNOWN in text else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, MMError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.redaction import is_secret_name, remember_secrets
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -64,7 +65,7 @@ class Imported:
 
     tool: str
     source: str
-    values: Mapping[str, Any]
+    values: JsonMapping
     """Dotted key → value, without what our defaults say."""
     comments: Mapping[str, str]
     findings: tuple[SettingResult, ...]
@@ -75,9 +76,9 @@ class Imported:
         kinds: tuple[Kind, ...] = ("translated", "idle", "unsupported")
         return {kind: sum(each.kind == kind for each in self.findings) for kind in kinds}
 
-    def sections(self) -> dict[str, Any]:
+    def sections(self) -> JsonObject:
         """The configuration as nested sections."""
-        root: dict[str, Any] = {}
+        root: JsonObject = {}
         for key, value in self.values.items():
             *names, last = key.split(".")
             section = root
@@ -204,10 +205,10 @@ def _translate(draft: PeerSetup, setting: Setting) -> None:
             return
         told = _outcome(draft, row, setting.value)
     assert told is not None
-    _take(draft, setting, row, told)
+    _note_setting(draft, setting, row, told)
 
 
-def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def _outcome(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if row.how == "idle":
         return Told("idle", row.note)
     if row.how == "with":
@@ -227,7 +228,7 @@ def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return no(f"its value cannot be read; set {row.ours}")
 
 
-def _take(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
+def _note_setting(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
     """Note what became of a setting, and write what it says."""
     if isinstance(outcome, Told):
         draft.findings.append(SettingResult(setting.key, setting.where, outcome.kind, note=outcome.note))
@@ -256,7 +257,7 @@ def _add_defaults(draft: PeerSetup) -> None:
             if is_late and given:
                 for each in given:
                     told = shell_value(each.value)
-                    _take(
+                    _note_setting(
                         draft,
                         each,
                         row,
@@ -377,7 +378,7 @@ def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> No
     ]
 
 
-def _is_default(key: str, value: Any) -> bool:
+def _is_default(key: str, value: object) -> bool:
     """Whether our default says the same."""
     try:
         ours = value_at(_DEFAULTS, key)
@@ -395,7 +396,7 @@ _OF_CARDS = {f"data.dataset_param.{key}": value for key, value in dataset_cards(
 _SECTIONS = ("model", "data", "parallel", "features", "training", "posttrain")
 
 
-def _ordered(values: Mapping[str, Any]) -> dict[str, Any]:
+def _ordered(values: Mapping[str, object]) -> JsonObject:
     """Keys in the order of the sections and of the schema, with what a card declares behind them."""
     order = {key: number for number, key in enumerate(_schema_keys())}
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of, targets, with_lora
@@ -29,7 +30,7 @@ _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BAS
 
 def method_keys(draft: PeerSetup) -> Outcome:
     """What a method is here: the stage of the rows, and `posttrain.method`."""
-    keys: dict[str, Any] = dict(_OUT_OF[draft.method])
+    keys: JsonObject = dict(_OUT_OF[draft.method])
     if draft.method in ("dpo", "grpo"):
         keys["posttrain.method"] = draft.method
     return keys
@@ -39,7 +40,7 @@ def method_keys(draft: PeerSetup) -> Outcome:
 @conversion(":rl")
 @conversion(":rlhf")
 @conversion(":task_type")
-def method(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def method(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The method, which has been settled before anything else."""
     return method_keys(draft)
 
@@ -49,7 +50,7 @@ def method(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":finetuning")
 @conversion(":tuner")
-def finetuning(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def finetuning(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether adapters or all weights are trained."""
     word = str(value).lower()
     if word in ("lora", "lora_llm"):
@@ -81,7 +82,7 @@ def _all_but_some_layers(draft: PeerSetup) -> Outcome:
 
 
 @conversion(":loftq")
-def loftq(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def loftq(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The start of adapters that makes up for quantising the base, to so many bits (LoftQ, arXiv:2310.08659)."""
     if value not in (4, 8):
         return no("training.lora.quantize has nf4 and int8, which init_lora_weights: loftq makes up for")
@@ -89,7 +90,7 @@ def loftq(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":adapter")
-def adapter(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def adapter(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Adapters of axolotl: lora, and qlora over a base in four bits."""
     word = str(value).lower()
     if word not in ("lora", "qlora"):
@@ -98,20 +99,20 @@ def adapter(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":target_linear")
-def target_linear(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def target_linear(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """All linear layers, which are our default for models of text."""
     return targets(draft, replace(row, ours=f"{LORA}.target_modules"), "all-linear") if is_on(value) else {}
 
 
 @conversion(":target_parameters")
-def target_parameters(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def target_parameters(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Fused experts, which are named beside the other modules."""
     others = draft.get("lora_target_modules") or ["all-linear"]
     return {f"{LORA}.target_modules": [*texts(others), *texts(value)]}
 
 
 @conversion(":quant_bits")
-def quant_bits(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def quant_bits(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Four or eight bits of the frozen weights; bitsandbytes and hqq alone quantize while training."""
     if str(draft.get("quant_method", "bnb")).lower() not in ("bnb", "hqq"):
         return no("train on the model that is not quantized, with training.lora.quantize: nf4")
@@ -120,7 +121,7 @@ def quant_bits(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":towers")
-def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What a vision-language model trains beside its language model."""
     language, vision, projector = _frozen(draft, row)
     if not draft.sees:
@@ -171,7 +172,7 @@ def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
 
 
 @conversion(":tower_lr")
-def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def tower_lr(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Rates of tower and projector, as factors on the rate of the rest."""
     rate = float(draft.get("learning_rate", draft.get("lr", 0)) or 0)
     found = draft.parts
@@ -188,7 +189,7 @@ def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sw_tokens")
-def sw_tokens(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sw_tokens(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """New tokens, or text files of them (ModelArguments._init_new_special_tokens)."""
     tokens: list[str] = []
     for word in value if isinstance(value, list) else [value]:
@@ -230,7 +231,7 @@ _KNOWS_ROLES = (
 
 
 @conversion(":ax_inputs")
-def ax_inputs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_inputs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether questions are trained on. Of rows with pictures all but padding and pictures is, unless the setup's
     template or `role_boundaries` say where answers are."""
     is_multimodal = draft.has("processor_type") and draft.sees
@@ -293,10 +294,10 @@ def default_rlhf_type(draft: PeerSetup) -> str | None:
 
 
 @conversion(":sharding")
-def sharding(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sharding(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ZeRO and FSDP: FSDP2 shards by default; ZeRO-2 and offload to the host are read from names."""
     word = " ".join(texts(value) if isinstance(value, list) else [str(value)]).lower()
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if "offload" in word:
         found["parallel.fsdp_plan.cpu_offload"] = True
     if re.search(r"z(ero)?_?2|shard_grad_op", word):
@@ -307,7 +308,7 @@ def sharding(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":recompute_words")
-def recompute_words(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def recompute_words(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Megatron's words for what is recomputed in the backward pass."""
     word = str(value).lower()
     if word == "full":
@@ -318,7 +319,7 @@ def recompute_words(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_bf16")
-def ax_bf16(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_bf16(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """axolotl's bf16, where auto is bf16 on devices that have it."""
     if str(value).lower() == "auto" and (is_on(draft.get("fp16", False)) or is_on(draft.get("float16", False))):
         return {}
@@ -326,13 +327,13 @@ def ax_bf16(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":auto_flag")
-def auto_flag(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def auto_flag(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch; auto leaves it to us."""
     return {} if str(value).lower() == "auto" else {key_of(row): is_on(value)}
 
 
 @conversion(":ax_recompute")
-def ax_recompute(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_recompute(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Recomputation, with activations on the host where that is asked for."""
     if str(value).lower().startswith("offload"):
         return {"features.recompute": True, "features.enable_activation_offload": True}
@@ -340,12 +341,12 @@ def ax_recompute(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_offload")
-def ax_offload(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_offload(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether activations wait on the host for the backward pass."""
     return {} if str(value).lower() == "false" else {key_of(row): True}
 
 
 @conversion(":plugin")
-def plugin(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def plugin(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Python files that register something."""
     return no("register rewards and data sets by a plugin of this package, and name it in training.plugin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.posttrain_args import PAIR_LOSSES
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -24,7 +25,7 @@ def beta(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":pairloss")
 @conversion(":loss_type")
-def loss_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def loss_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The loss of pairs, or of a group of answers."""
     names = texts(value)
     if draft.method == "grpo":
@@ -47,7 +48,7 @@ def note_orpo(draft: PeerSetup) -> None:
 
 
 @conversion(":sync_ref")
-def sync_ref(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sync_ref(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The reference follows the policy (TR-DPO)."""
     return {key_of(row): int(draft.get("ref_model_sync_steps", 512))} if is_on(value) else {}
 
@@ -56,14 +57,14 @@ _REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_form
 
 
 @conversion(":rewards")
-def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def rewards(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Rewards by name; functions of one's own are registered by a plugin."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     weights = draft.get(f"{prefix}reward_weights", [])
     weights = weights if isinstance(weights, list) else [weights]
-    made: list[dict[str, Any]] = []
+    made: list[JsonObject] = []
     for number, name in enumerate(texts(value)):
-        entry: dict[str, Any] = {"name": _REWARDS.get(name, name)}
+        entry: JsonObject = {"name": _REWARDS.get(name, name)}
         if number < len(weights):
             entry["weight"] = float(weights[number])
         made.append(entry)
@@ -72,13 +73,13 @@ def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":vllm")
-def vllm(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def vllm(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A server that draws; inside the training process our own model draws."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     host = draft.get(f"{prefix}vllm_server_host")
     if not is_on(value) or (host is None and not draft.has("vllm_server_base_url")):
         return idle("the trained model draws its own samples; posttrain.rollout.base_url names a server")
-    found: dict[str, Any] = {"posttrain.rollout.backend": "vllm"}
+    found: JsonObject = {"posttrain.rollout.backend": "vllm"}
     if host is not None:
         found["posttrain.rollout.base_url"] = f"http://{host}:{draft.get(f'{prefix}vllm_server_port', 8000)}"
     return found

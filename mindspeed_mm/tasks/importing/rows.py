@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
@@ -37,7 +37,7 @@ _REASONING = re.compile(
 
 
 @conversion(":lf_dataset")
-def lf_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def lf_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Names of dataset_info.json, which our reader knows, or files; or a YAML that lists data sets (its version 1)."""
     names = texts(value) if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
     if len(names) == 1 and names[0].endswith((".yaml", ".yml")):
@@ -47,7 +47,7 @@ def lf_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
 
 
-def _dataset_info(draft: PeerSetup) -> dict[str, Any]:
+def _dataset_info(draft: PeerSetup) -> JsonObject:
     """The entries of LLaMA-Factory's dataset_info.json; none where it is not here."""
     folder = str(draft.get("dataset_dir", "data"))
     for path in (Path(folder), draft.given.folder / folder):
@@ -59,7 +59,7 @@ def _dataset_info(draft: PeerSetup) -> dict[str, Any]:
     return {}
 
 
-def _of_hub(draft: PeerSetup, entry: dict[str, Any]) -> Any:
+def _of_hub(draft: PeerSetup, entry: JsonObject) -> object:
     """An entry of dataset_info.json whose rows are on a hub, as a folder that is downloaded first."""
     path = draft.folder_of(str(entry["hf_hub_url"]), "data", data_fetch)
     named = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {})}
@@ -72,13 +72,13 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     path = draft.file_of(name)
     if path is None:
         return no(f"{name} is not here: list its files in basic_parameters.dataset")
-    entries: list[Any] = []
+    entries: list[object] = []
     for title, entry in read_file(path).tree.items():
         if not isinstance(entry, dict) or "path" not in entry:
             raise ConfigError("a data set without a path", where=str(path), key=title, way_out="Write path: FILE.")
         source = str(entry["path"])
         is_local = entry.get("source", "hf_hub") != "hf_hub"
-        made: dict[str, Any] = {"path": source if is_local else draft.folder_of(source, "data", data_fetch)}
+        made: JsonObject = {"path": source if is_local else draft.folder_of(source, "data", data_fetch)}
         if entry.get("size"):
             made["max_samples"] = int(entry["size"])
         if (weight := float(entry.get("weight") or 1)) != 1:
@@ -89,7 +89,7 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     return {key_of(row): entries[0] if len(entries) == 1 else entries}
 
 
-def texts_or_entries(sets: Any) -> list[Any]:
+def texts_or_entries(sets: object) -> list[object]:
     """The entries of `dataset`: a list as it is, or the names in a text."""
     return sets if isinstance(sets, list) else [each.strip() for each in str(sets).split(",")]
 
@@ -112,7 +112,7 @@ def name_apart(draft: PeerSetup) -> None:
 
 
 @conversion(":media_dir")
-def media_dir(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def media_dir(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The folder that relative paths of media start in."""
     if value == draft.get("dataset_dir", "data"):
         return {}
@@ -124,7 +124,7 @@ def media_dir(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":template")
-def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def template(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The chat template of the folder is used; formats that base models are trained with are ours, too."""
     if str(value) in ("default", "empty", "llama3", "alpaca") and draft.tool.name == "llamafactory":
         if value == "default":
@@ -139,7 +139,7 @@ def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":thinking")
-def thinking(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def thinking(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """LLaMA-Factory's switch, which its reasoning templates obey."""
     if not _REASONING.match(str(draft.get("template", ""))):
         return idle("the template has no thoughts")
@@ -147,7 +147,7 @@ def thinking(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sw_system")
-def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sw_system(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's system prompt, or the text file that holds it."""
     text = str(value)
     if text.endswith(".txt"):
@@ -159,7 +159,7 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":loss_scale")
-def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def loss_scale(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What of a conversation is trained on."""
     of_turns = {"default": {}, "all": {f"{BASIC}.train_on_prompt": True}, "last_round": {f"{BASIC}.mask_history": True}}
     names = str(value).split("+")
@@ -189,7 +189,7 @@ def _can_do_both(draft: PeerSetup) -> bool:
 
 
 @conversion(":trl_answers")
-def trl_answers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def trl_answers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """TRL trains on whole conversations unless `assistant_only_loss` is on, and on completions alone of rows with a
     prompt and a completion unless `completion_only_loss` is off (SFTTrainer)."""
     if draft.method != "sft":
@@ -221,7 +221,7 @@ def answers_of_trl(draft: PeerSetup) -> bool | None:
 
 
 @conversion(":truncation")
-def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def truncation(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What happens to samples that are too long. Documents that lose their end have no turns to lose instead."""
     word, are_documents = str(value).lower(), draft.method == "pretrain"
     if word in ("delete", "none"):
@@ -237,7 +237,7 @@ def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":packing_strategy")
-def packing_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def packing_strategy(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How TRL fills packs, and whether what is longer than one is kept (`wrapped`, `bfd_split`) or loses its end."""
     if str(value).lower() in ("wrapped", "bfd_split", "bfd-requeue"):
         return {f"{BASIC}.truncation": "split"}
@@ -262,13 +262,13 @@ def settle_long_documents(draft: PeerSetup) -> None:
 
 
 @conversion(":hub_dataset")
-def hub_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def hub_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A data set of a hub, which is downloaded first, or a path."""
     return {key_of(row): draft.folder_of(str(value), "data", data_fetch)}
 
 
 @conversion(":split")
-def split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def split(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The part of a data set that is trained on."""
     return (
         idle("the files of the data set that are trained on are named")
@@ -278,13 +278,13 @@ def split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":test_split")
-def test_split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def test_split(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The part that is held out."""
     return no(f"name the files of the part {value} in basic_parameters.val_dataset")
 
 
 @conversion(":trl_mixture")
-def trl_mixture(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def trl_mixture(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """TRL's list of data sets."""
     entries = draft.given.tree.get("datasets")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
@@ -293,9 +293,9 @@ def trl_mixture(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sw_dataset")
-def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sw_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's names: `HF::owner/name:subset#1000`, or a file."""
-    entries: list[Any] = []
+    entries: list[object] = []
     for word in value if isinstance(value, list) else [value]:
         name, _, most = str(word).partition("#")
         name = name.removeprefix("HF::").removeprefix("MS::").removeprefix("hf::").removeprefix("ms::")
@@ -309,7 +309,7 @@ def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_roles")
-def ax_roles(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_roles(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whose turns are trained on: the model's own; others are marked in the rows."""
     roles = set(texts(value))
     if roles and roles <= {"assistant", "gpt", "model", "bot"}:
@@ -318,7 +318,7 @@ def ax_roles(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_ends")
-def ax_ends(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_ends(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the end marks of turns are trained on: those of trained turns are."""
     if str(value).lower() in ("turn", "true"):
         return idle("the model's own turns are trained on, with their end marks")
@@ -326,7 +326,7 @@ def ax_ends(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_type")
-def ax_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How axolotl writes a row: prompts of its own, such as Alpaca's, become the model's chat template."""
     kinds = {str(each.value) for each in draft.given.settings if each.key == "datasets[].type"}
     if kinds <= {"alpaca", "alpaca_w_system"} and not draft.has("chat_template"):
@@ -345,7 +345,7 @@ _OF_SWIFT = {
 
 
 @conversion(":sw_columns")
-def sw_columns(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def sw_columns(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's names of columns: JSON of the data set's name → its own."""
     named = parse_json(value.encode()) if isinstance(value, str) else value
     if not isinstance(named, dict) or any(theirs not in _OF_SWIFT for theirs in named.values()):
@@ -354,7 +354,7 @@ def sw_columns(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_datasets")
-def ax_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """axolotl's entries, with the columns that they name."""
     holder = "test_datasets" if row.words[0].startswith("test_") else "datasets"
     entries = [_ax_entry(draft, entry) for entry in _entries(draft.given.tree.get(holder))]
@@ -366,7 +366,7 @@ def ax_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_pretraining")
-def ax_pretraining(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def ax_pretraining(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """axolotl's documents. It streams them; here they are indexed, so that long ones can be cut."""
     given = draft.given.tree.get("pretraining_dataset")
     entries = [_ax_entry(draft, entry) for entry in _entries(given)]
@@ -374,11 +374,11 @@ def ax_pretraining(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {f"{BASIC}.dataset": entries[0] if len(entries) == 1 else entries, f"{BASIC}.stage": "pretrain"}
 
 
-def _entries(value: Any) -> list[dict[str, Any]]:
+def _entries(value: object) -> list[JsonObject]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
+def _ax_entry(draft: PeerSetup, entry: JsonObject) -> object:
     path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
     files = entry.get("data_files")
     if path in ("json", "parquet", "csv", "text") and files:
@@ -386,7 +386,7 @@ def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     elif isinstance(files, str):
         path = str(Path(path) / files)
     cut = re.fullmatch(r"(\w+)\[:(\d+)(%?)\]", str(entry.get("split", "")))
-    made: dict[str, Any] = {"path": path}
+    made: JsonObject = {"path": path}
     if cut and not cut[3]:
         made["max_samples"] = int(cut[2])
     elif cut and int(cut[2]):
@@ -398,7 +398,7 @@ def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     return path if len(made) == 1 else made
 
 
-def _columns(entry: dict[str, Any]) -> dict[str, str]:
+def _columns(entry: JsonObject) -> dict[str, str]:
     """Columns and tags of an entry whose names our reader would not find by itself."""
     mappings = entry.get("message_property_mappings") or {}
     named = {
@@ -420,7 +420,7 @@ def _columns(entry: dict[str, Any]) -> dict[str, str]:
 
 
 @conversion(":mix_strategy")
-def mix_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def mix_strategy(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How several data sets are mixed."""
     if value == "concat":
         return {}
@@ -432,7 +432,7 @@ def mix_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":mix_weights")
-def mix_weights(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def mix_weights(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The shares of several data sets."""
     names = [each.strip() for each in str(draft.get("dataset", "")).split(",")]
     shares = [float(each) for each in texts(value)]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
@@ -61,7 +61,7 @@ def count_rows(draft: PeerSetup) -> int | None:
     return total or None
 
 
-def media_in(entry: Any) -> int:
+def media_in(entry: object) -> int:
     """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
     folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
     if not folder.is_dir():
@@ -74,7 +74,7 @@ def media_in(entry: Any) -> int:
     return total
 
 
-def first_row(draft: PeerSetup) -> dict[str, Any]:
+def first_row(draft: PeerSetup) -> JsonObject:
     """The first row that the setup trains on; empty where its file is not here, or no JSON."""
     entries = draft.out.get(DATASET)
     first = entries[0] if isinstance(entries, list) and entries else entries
@@ -93,7 +93,7 @@ def first_row(draft: PeerSetup) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def _file_of(draft: PeerSetup, entry: Any) -> Path | None:
+def _file_of(draft: PeerSetup, entry: object) -> Path | None:
     """The file of rows that an entry of `dataset` names, where it is here."""
     name = str(entry["path"] if isinstance(entry, dict) else entry)
     found = [Path(name), Path(str(draft.out.get(f"{BASIC}.dataset_dir", "data"))) / name]
@@ -168,7 +168,7 @@ def epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":scheduler")
-def scheduler(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def scheduler(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The shape of the learning-rate schedule, under our name."""
     word = str(value).lower()
     if word == "cosine_with_restarts" and _number(draft, "lr_num_cycles", "lr_scheduler_num_cycles") == 1:
@@ -186,7 +186,7 @@ def _number(draft: PeerSetup, *words: str) -> float:
 
 
 @conversion(":scheduler_kwargs")
-def scheduler_kwargs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def scheduler_kwargs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What shapes a schedule: the lowest rate."""
     if isinstance(value, str):
         try:
@@ -231,10 +231,10 @@ def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":optimizer")
-def optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """AdamW in its kinds, and muon; others are named."""
     word = str(value).lower().replace("-", "_").removeprefix("optimizernames.")
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if "muon" in word:
         return {"training.optimizer": "muon"}
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:
@@ -249,7 +249,7 @@ def optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":report")
-def report(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def report(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The trackers that receive the logged numbers."""
     names = [name for name in texts(value) if name.lower() not in ("none", "all")]
     known = [name for name in names if name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")]
@@ -262,7 +262,7 @@ def report(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":interval")
-def interval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def interval(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Steps between checkpoints; below 1 it is a share of the run."""
     if not isinstance(value, int | float):
         return no("write the number of steps into training.save_interval")
@@ -284,7 +284,7 @@ def every(draft: PeerSetup, key: str, per_epoch: float, told: str) -> Outcome:
 
 
 @conversion(":per_epoch_save")
-def per_epoch_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def per_epoch_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Steps between checkpoints, from their number in an epoch."""
     if not isinstance(value, int | float) or value <= 0:
         return {"training.save_interval": 0}
@@ -292,14 +292,14 @@ def per_epoch_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":every_n_epochs")
-def every_n_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def every_n_epochs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """An interval in steps, from a number of epochs."""
     count = float(value) if isinstance(value, int | float) and value else 1.0
     return every(draft, key_of(row), 1 / count, f"every {count:g} epochs")
 
 
 @conversion(":save_strategy")
-def save_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def save_strategy(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether checkpoints are written by steps, by epochs or never."""
     word = str(value).lower()
     if word in ("no", "false"):
@@ -333,7 +333,7 @@ def validates(draft: PeerSetup) -> bool:
 
 
 @conversion(":eval_steps")
-def eval_steps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def eval_steps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Steps between validations; below 1 it is a share of the run."""
     if not isinstance(value, int | float):
         return no("write the number of steps into training.val_interval")
@@ -346,7 +346,7 @@ def eval_steps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":per_epoch_eval")
-def per_epoch_eval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def per_epoch_eval(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Steps between validations, from their number in an epoch."""
     if not isinstance(value, int | float) or value <= 0:
         return {}
@@ -354,7 +354,7 @@ def per_epoch_eval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":eval_strategy")
-def eval_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+def eval_strategy(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the run validates by steps, by epochs or never."""
     word = str(value).lower()
     if word in ("no", "false"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
@@ -21,11 +21,11 @@ def as_text(imported: Imported) -> str:
     """The YAML, without any secret."""
     lines = [_comment(f"From {imported.tool}: {imported.source}")]
     lines += [_comment(f"Download first: {command}") for command in imported.downloads]
-    lines += _section(imported.sections(), imported.comments, "", 0)
+    lines += _section_lines(imported.sections(), imported.comments, "", 0)
     for kind, title in (("idle", "Without effect here:"), ("unsupported", "Not supported, and what to do instead:")):
         found = [each for each in imported.findings if each.kind == kind]
         if found:
-            lines += ["", _comment(title), *_told(found)]
+            lines += ["", _comment(title), *_result_lines(found)]
     return without_secrets("\n".join(lines) + "\n")
 
 
@@ -36,13 +36,13 @@ def counts(imported: Imported) -> str:
     return text + f"{numbers['unsupported']} not supported"
 
 
-def as_dict(imported: Imported) -> dict[str, Any]:
+def as_dict(imported: Imported) -> JsonObject:
     """For machines: the configuration, and what became of each setting."""
-    told: dict[str, Any] = redact(_told_as_data(imported))
+    told: JsonObject = redact(_told_as_data(imported))
     return told
 
 
-def _told_as_data(imported: Imported) -> dict[str, Any]:
+def _told_as_data(imported: Imported) -> JsonObject:
     return {
         "tool": imported.tool,
         "source": imported.source,
@@ -56,7 +56,7 @@ def _told_as_data(imported: Imported) -> dict[str, Any]:
     }
 
 
-def _section(section: Mapping[str, Any], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
+def _section_lines(section: Mapping[str, object], comments: Mapping[str, str], prefix: str, level: int) -> list[str]:
     lines = []
     indent = "  " * level
     for name, value in section.items():
@@ -64,7 +64,7 @@ def _section(section: Mapping[str, Any], comments: Mapping[str, str], prefix: st
         comment = comments.get(key, "")
         behind = f"   {_comment(comment)}" if comment else ""
         if isinstance(value, dict) and value and key not in comments:
-            lines += [f"{indent}{name}:", *_section(value, comments, f"{key}.", level + 1)]
+            lines += [f"{indent}{name}:", *_section_lines(value, comments, f"{key}.", level + 1)]
         elif isinstance(value, list) and value and _is_long(value, indent, name):
             lines.append(f"{indent}{name}:{behind}")
             lines += [f"{indent}  - {_flow(each)}" for each in value]
@@ -73,11 +73,11 @@ def _section(section: Mapping[str, Any], comments: Mapping[str, str], prefix: st
     return lines
 
 
-def _is_long(value: list[Any], indent: str, name: str) -> bool:
+def _is_long(value: Sequence[object], indent: str, name: str) -> bool:
     return any(isinstance(each, dict) for each in value) or len(f"{indent}{name}: {_flow(value)}") > _WIDTH - 30
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_scalar(str(key))}: {_flow(each)}" for key, each in value.items()) + "}"
@@ -86,7 +86,7 @@ def _flow(value: Any) -> str:
     return _scalar(value)
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
     return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}e{int(exponent):+d}".replace("e+", "e+")
 
 
-def _told(findings: Sequence[SettingResult]) -> list[str]:
+def _result_lines(findings: Sequence[SettingResult]) -> list[str]:
     """Settings with the same reason on one line."""
     by_note: dict[str, list[str]] = {}
     for each in findings:

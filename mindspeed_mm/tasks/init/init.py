@@ -6,7 +6,6 @@ the first one whose forecast leaves room is written.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError, UsageError, count_problems
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind
-from mindspeed_mm.core.terminal import visible
+from mindspeed_mm.core.terminal import quoted, visible
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
 from mindspeed_mm.fsdp.params.yaml.overrides import parse_override
@@ -188,10 +187,10 @@ class _Setup:
             for recompute in (False, True):
                 yield Way(method, recompute, rows)
 
-    def sections(self, way: Way) -> dict[str, dict[str, Any]]:
+    def sections(self, way: Way) -> dict[str, JsonObject]:
         """The configuration as a mapping."""
         data = self.request.data
-        training: dict[str, Any] = {
+        training: JsonObject = {
             "lr": self.rates[way.method],
             "micro_batch_size": way.rows,
             "gradient_accumulation_steps": self.accumulation(way),
@@ -244,15 +243,17 @@ class _Setup:
     def text(self, way: Way) -> str:
         """The YAML, with a comment where a value may well be another one."""
         basic = self.sections(way)["data"]["dataset_param"]["basic_parameters"]
-        start = f"mm train {self.request.out} --nproc {self.devices}"
+        out = quoted(self.request.out)
+        start = f"mm train {out} --nproc {self.devices}"
         each = way.rows * self.devices * self.accumulation(way)
-        steps = max(1, self.rows // each)
+        given = given_keys(self.request.overrides)
+        steps = given.get("training.train_iters") or max(1, self.rows // each)
         interval = max(1, steps // _CHECKS_A_RUN)
         on = f"on {self.devices} device{'s' if self.devices > 1 else ''}"
         lines = [
             editor_line(),
             _comment(f"{self.request.model.name}: {way}, {on}."),
-            _comment(f"Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}"),
+            _comment(f"Check: mm check {out} --nproc {self.devices}      Train: {start}"),
             "model:",
             f"  model_name_or_path: {scalar(self.request.model)}",
             *([f"  model_id: {self.family}"] if self.family else []),
@@ -286,7 +287,7 @@ class _Setup:
             f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
             f"  micro_batch_size: {way.rows}   # rows of a device at a time",
             f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
-            "  train_epochs: 1",
+            *([] if given.get("training.train_iters") else ["  train_epochs: 1"]),
             f"  save: {scalar(self.save)}",
             f"  save_interval: {interval}   # of about {steps:,} steps",
         ]
@@ -296,9 +297,8 @@ class _Setup:
             lines.append(f"  lora: {flow(adapters(way.method))}")
         if self.holds_pairs:
             lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
-        given = {key: flow(value) for key, value in given_keys(self.request.overrides).items()}
         text = "\n".join(lines) + "\n"
-        return compose(text, given) if given else text
+        return compose(text, {key: flow(value) for key, value in given.items()}) if given else text
 
     def usual_rates(self, way: Way) -> str:
         """Learning rates that others train with."""
@@ -308,7 +308,7 @@ class _Setup:
 
     def script(self) -> str:
         """The commands that check and train."""
-        out = shlex.quote(str(self.request.out))
+        out = quoted(self.request.out)
         return (
             "#!/usr/bin/env bash\n# Run it where mm init was run: relative paths start there.\nset -euo pipefail\n"
             f'mm check {out} --nproc {self.devices}\nmm train {out} --nproc {self.devices} "$@"\n'
@@ -329,7 +329,7 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
     return devices, memory if is_here else memory // devices, is_here
 
 
-def _first_rows(data: Path) -> list[dict[str, Any]]:
+def _first_rows(data: Path) -> list[JsonObject]:
     """Some of the first rows; none where rows cannot be opened, which is the check's to say."""
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
@@ -363,7 +363,7 @@ def _sizes(model: Path) -> dict[str, int]:
     return given or {"max_pixels": _PIXELS}
 
 
-def _peak(sections: Mapping[str, Any], devices: int, overrides: Sequence[str] = ()) -> int:
+def _peak(sections: Mapping[str, object], devices: int, overrides: Sequence[str] = ()) -> int:
     """Forecast of the first batch's peak on a rank, in bytes.
 
     Args:
@@ -415,7 +415,7 @@ _CHOSEN: dict[str, str] = {
 """Key, or section, that `mm init` sets → what to do instead of giving it."""
 
 
-def given_keys(overrides: Sequence[str]) -> dict[str, Any]:
+def given_keys(overrides: Sequence[str]) -> JsonObject:
     """Dotted key → value of each `section.key=value`; a section is taken apart.
 
     Raises:
@@ -436,7 +436,7 @@ def given_keys(overrides: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _leaves(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(values: object, prefix: str) -> Iterator[tuple[str, object]]:
     if not isinstance(values, Mapping) or not values:
         yield prefix, values
         return

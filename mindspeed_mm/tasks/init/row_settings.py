@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
@@ -38,12 +38,12 @@ class RowSetting(NamedTuple):
     comment: str
 
 
-def holds_pairs(row: Mapping[str, Any]) -> bool:
+def holds_pairs(row: Mapping[str, object]) -> bool:
     """Whether a row has a worse answer beside its answer."""
     return any(row.get(column) for column in PAIRS["rejected"])
 
 
-def row_settings(model: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, RowSetting]:
+def row_settings(model: Path, rows: Sequence[Mapping[str, object]]) -> dict[str, RowSetting]:
     """Key of `basic_parameters` → what the rows need beyond their path.
 
     Args:
@@ -75,14 +75,14 @@ def row_settings(model: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Ro
     return settings
 
 
-def _is_document(row: Mapping[str, Any]) -> bool:
+def _is_document(row: Mapping[str, object]) -> bool:
     try:
         return recognised(dict(row), RowFormat(), RowLocation("row", 1)).formatting == "text"
     except MMError:
         return False
 
 
-def _fitting_format(model: Path, processor: Any, *, shows_media: bool) -> str:
+def _fitting_format(model: Path, processor: object, *, shows_media: bool) -> str:
     """The built-in format whose tokens the tokenizer has, with a name like the model's type; else the plain one."""
     tokenizer = tokenizer_of(processor)
     known = {*tokenizer.get_vocab(), *tokenizer.get_added_vocab()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.tasks.models.routes import bare, bare_names, cards_of, refuse_planned
@@ -208,7 +207,7 @@ def as_proof(card: ModelCard) -> str:
     return "\n".join(lines)
 
 
-def as_record(card: ModelCard) -> dict[str, Any]:
+def as_record(card: ModelCard) -> JsonObject:
     """The card and the start for machines."""
     start = start_of(card, YamlRecipe())
     return {**asdict(card), "yaml": start.yaml, "fits": start.fits, "examples": start.examples}
@@ -236,11 +235,11 @@ def sizes(card: ModelCard) -> str:
     known = sorted(size for size in card.released.values() if size is not None)
     if not known:
         return ""
-    smallest, largest = _rounded(known[0]), _rounded(known[-1])
+    smallest, largest = _short_size(known[0]), _short_size(known[-1])
     if smallest == largest:
         return f"{smallest} B"
     return f"{smallest}–{largest} B"
 
 
-def _rounded(size: float) -> str:
+def _short_size(size: float) -> str:
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -42,7 +43,7 @@ def sections_for(
         dtype: What devices compute in; None: what the folder is stored in.
     """
     basic = {"dataset": str(dataset), "dataset_dir": str(dataset_dir)}
-    training: dict[str, Any] = {"lr": RATES[method], "train_epochs": 1, "save": save}
+    training: JsonObject = {"lr": RATES[method], "train_epochs": 1, "save": save}
     if method != "full":
         training["lora"] = adapters(method)
     sections: Sections = {
@@ -55,9 +56,9 @@ def sections_for(
     return sections
 
 
-def adapters(method: Method) -> dict[str, Any]:
+def adapters(method: Method) -> JsonObject:
     """`training.lora` of a method that trains adapters."""
-    lora: dict[str, Any] = {"enable": True, "rank": 16, "alpha": 32}
+    lora: JsonObject = {"enable": True, "rank": 16, "alpha": 32}
     return lora | ({"quantize": "nf4"} if method == "qlora" else {})
 
 
@@ -81,7 +82,7 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
     return merged(sections, card.smallest) if card is not None else sections
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: JsonMapping, changes: JsonMapping) -> JsonObject:
     """A mapping with another one's keys set in it, level by level; None takes a key out."""
     made = dict(base)
     for key, value in changes.items():
@@ -94,12 +95,12 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return made
 
 
-def as_yaml(sections: Mapping[str, Any]) -> str:
+def as_yaml(sections: Mapping[str, object]) -> str:
     """The YAML, each key on one line where that is short."""
     return "\n".join(_lines(sections, ""))
 
 
-def _lines(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _lines(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
     for key, value in mapping.items():
         line = f"{indent}{key}: {flow(value)}"
         if len(line) <= _WIDTH or not isinstance(value, Mapping):
@@ -109,7 +110,7 @@ def _lines(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield from _lines(value, f"{indent}  ")
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """A value on one line."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {flow(inner)}' for key, inner in value.items())}}}"
@@ -118,7 +119,7 @@ def flow(value: Any) -> str:
     return scalar(value)
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """A value as YAML takes it: text in quotes where it might be read as something else, such as a number; a small
     number with a point, without which some readers take it for text."""
     if isinstance(value, bool) or value is None:

@@ -4,8 +4,9 @@ that people use for both."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.tasks.models.first_yaml import RATES_OF_PAIRS
 from mindspeed_mm.tasks.requests.init import Method
 
@@ -15,9 +16,9 @@ class YamlRecipe(NamedTuple):
 
     method: Method | None = None
     """What is trained; None: as the family's users do."""
-    adds: Mapping[str, Any] = {}
+    adds: JsonMapping = {}
     """Sections that are set in it, level by level; None takes a key out."""
-    of_generators: Mapping[str, Any] | None = None
+    of_generators: JsonMapping | None = None
     """The same where the family is a generator; None: `adds`."""
     stems: tuple[str, ...] = ()
     """How words begin that ask for this recipe of several; none: it is meant where no other one is."""
@@ -80,12 +81,12 @@ _GENERATOR = {
 _BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
 
 _AS_USUAL = (YamlRecipe(),)
-_PAIRS: dict[str, Any] = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
-_REWARDED: dict[str, dict[str, Any]] = {
+_PAIRS: JsonObject = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
+_REWARDED: dict[str, JsonObject] = {
     "training": {"gradient_accumulation_steps": 8},
     "posttrain": {"method": "grpo", "grpo": {"num_generations": 8}},
 }
-_PROMPTS: dict[str, Any] = {
+_PROMPTS: JsonObject = {
     "dataset_type": "generation_prompts",
     "basic_parameters": {"dataset": "prompts.txt", "dataset_dir": None},
     "preprocess_parameters": {"max_pixels": None, "height": 512, "width": 512},

@@ -49,7 +49,14 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
             from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder
 
             rows = store_trajectories(config.arguments)
-            return ReferenceOutcome(str(TrajectoryFolder.of_run(config.arguments).path), trajectories=rows)
+            return ReferenceOutcome(
+                str(
+                    TrajectoryFolder.of_run(
+                        config.arguments.model, config.arguments.training, config.arguments.posttrain
+                    ).path
+                ),
+                trajectories=rows,
+            )
         path = _output(config)
         stored = stored_log_probs(config.arguments, say)
         if os.environ.get("RANK", "0") == "0":
@@ -73,7 +80,7 @@ def _output(config: ResolvedConfig) -> Path:
     """The file that may be written."""
     from mindspeed_mm.fsdp.train.stored_reference import KEY, is_stored_log_probs, path_of_reference
 
-    path = path_of_reference(config.arguments)
+    path = path_of_reference(config.arguments.training, config.arguments.posttrain)
     check_output_file(path, is_stored_log_probs, KEY)
     return path
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
+from mindspeed_mm.fsdp.params.argument import PosttrainArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.requests.train import ScoreRequest
 
@@ -78,7 +79,7 @@ def run(request: ScoreRequest, *, say: Callable[[int], None] = lambda _rows: Non
     """Of all samples, those of rejected sides too."""
     found: dict[str, list[float]] = {"reward": [], **{each.name: [] for each in arguments.posttrain.rewards}}
     with atomic_file(out) as draft, draft.open("w", encoding="utf-8") as file:
-        for row in _scored(arguments, rows):
+        for row in _scored(arguments.posttrain, rows):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             totals += [row[key] for key in ("score", "score_rejected") if row.get(key) is not None]
             for name, value in ({"reward": row["score"]} | row["scores"]).items():
@@ -105,7 +106,7 @@ def _output(path: Path, key: str, others: Sequence[Path], is_ours: IsOurs) -> Pa
     return check_output_file(path, is_ours, key)
 
 
-def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
+def _scored(posttrain: PosttrainArguments, path: Path) -> Iterator[JsonObject]:
     """The rows with their scores."""
     from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipRule
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
@@ -115,7 +116,7 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
 
     every_frame = MediaLimits(clip=ClipRule(fps=_EVERY_FRAME_FPS, most_frames=sys.maxsize))
     media = MediaLoader(path.absolute().parent, limits=every_frame, called="the folder of ROWS")
-    reader, rewards = open_reader(path), build_rewards(arguments, current_device())
+    reader, rewards = open_reader(path), build_rewards(posttrain, current_device())
     asked: list[_RowToScore] = []
     for number in range(len(reader)):
         asked.append(_RowToScore(dict(reader.read(number)), str(reader.place(number))))
@@ -132,10 +133,10 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
 class _RowToScore:
     """A row whose samples are scored."""
 
-    row: dict[str, Any]
+    row: JsonObject
     place: str
     """Where it stands, for messages."""
-    scores: dict[str, Any] = field(default_factory=dict)
+    scores: JsonObject = field(default_factory=dict)
 
     @property
     def has_clip(self) -> bool:
@@ -160,7 +161,7 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
                 "has no prompt", where=each.place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}."
             )
         prompts.append(text)
-        samples.append(_sample(each.row, each.place, suffix, media))
+        samples.append(_medium_or_text(each.row, each.place, suffix, media))
         rows.append(each.row)
         places.append(each.place)
     found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
@@ -177,8 +178,8 @@ def _is_clip(name: object) -> bool:
     return isinstance(name, str) and name.lower().endswith(_CLIPS)
 
 
-def _sample(
-    row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader
+def _medium_or_text(
+    row: JsonMapping, place: str, suffix: str, media: MediaLoader
 ) -> Image.Image | Sequence[Image.Image] | str:
     """The picture, all frames of the clip, or the text."""
     key = f"{_PICTURE}{suffix}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.core.config_path import dotted
 from mindspeed_mm.core.errors import ConfigError
@@ -116,7 +116,7 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[Record]:
     return shown
 
 
-def _agreement(samples: Sequence[Mapping[str, Any]]) -> int:
+def _agreement(samples: Sequence[Mapping[str, object]]) -> int:
     """0 where runs differ in being right, 1 where they only say other things, 2 where they say the same."""
     if len({bool(sample["correct"]) for sample in samples}) > 1:
         return 0
@@ -145,7 +145,7 @@ def _settings(configuration: str) -> dict[str, str]:
     return dict(_leaves(loaded, "")) if isinstance(loaded, dict) else {}
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Dotted keys with their values as text."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -65,14 +64,14 @@ def _render_page(runs: Sequence[ReportedRun]) -> str:
     """One HTML page that needs nothing from outside itself."""
     subtitle = f"{len(runs)} runs" if len(runs) > 1 else _subtitle(runs[0])
     title = f"Report: {', '.join(run.name for run in runs)}"
-    content = _content(runs, map(training_rows, (run.path for run in runs)))
+    content = _page_content(runs, map(training_rows, (run.path for run in runs)))
     return page_environment().get_template(_PAGE).render(title=title, subtitle=subtitle, **content)
 
 
 def render_body(runs: Sequence[ReportedRun]) -> str:
     """The same without title, style sheet and training rows, which take a processor to read: a piece of HTML for a page
     that has `report.css.j2`."""
-    return page_environment().get_template(_BODY).render(**_content(runs, repeat(None)))
+    return page_environment().get_template(_BODY).render(**_page_content(runs, repeat(None)))
 
 
 def page_environment() -> jinja2.Environment:
@@ -86,7 +85,7 @@ def page_environment() -> jinja2.Environment:
     )
 
 
-def _content(runs: Sequence[ReportedRun], rows: Iterable[Record | None]) -> Record:
+def _page_content(runs: Sequence[ReportedRun], rows: Iterable[Record | None]) -> Record:
     several = len(runs) > 1
     described = [_describe(run, several=several) for run in runs]
     return {
@@ -138,7 +137,7 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
     return [
         ("status", str(run.facts.get("status", "unknown"))),
         ("steps", _steps(run)),
-        ("training loss", _last(run.steps, "loss")),
+        ("training loss", _last_value(run.steps, "loss")),
         ("validation loss", _validation(run.validations)),
         ("best", _best(run)),
         ("time", _duration(run)),
@@ -171,7 +170,7 @@ def _steps(run: ReportedRun) -> str:
     return f"{done:,}"
 
 
-def _last(records: Sequence[Record], key: str) -> str:
+def _last_value(records: Sequence[Record], key: str) -> str:
     if not records or records[-1][key] is None:
         return _NOTHING
     return f"{records[-1][key]:.4f}"
@@ -179,10 +178,10 @@ def _last(records: Sequence[Record], key: str) -> str:
 
 def _validation(validations: Sequence[Record]) -> str:
     """The last validation: its loss, and the terms beside it by the names that the metrics have."""
-    told = [_last(validations, "val_loss")]
+    told = [_last_value(validations, "val_loss")]
     for name in validations[-1] if validations else ():
         if name.startswith("val_") and name != "val_loss":
-            told.append(f"{name} {_last(validations, name)}")
+            told.append(f"{name} {_last_value(validations, name)}")
     return ", ".join(told)
 
 
@@ -230,7 +229,7 @@ def _count_events(events: Sequence[Record]) -> str:
     return listed
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested facts as dotted names with values."""
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
 
@@ -149,6 +148,6 @@ def _number_line(task: str, found: Record, count: str, run: ReportedRun, series:
     return Line(task, series, run.name, value, interval, count)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A number in four digits, anything else as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

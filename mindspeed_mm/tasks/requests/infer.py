@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.core.request import Request, argument, fields_of, option
 from mindspeed_mm.core.seeds import MOST_SEED
@@ -186,7 +187,7 @@ class InferRequest(Request):
         return self.max_new_tokens or MAX_NEW_TOKENS
 
     @property
-    def sampling_fields(self) -> dict[str, Any]:
+    def sampling_fields(self) -> JsonObject:
         """Given fields of a `sampling` section, by their names there.
 
         Raises:
@@ -236,10 +237,10 @@ class InferRequest(Request):
             if name in names:
                 what = "nothing is drawn" if name in _OF_DRAWING else "is not built for models that answer and draw"
                 way_out = "Name the file for the picture: --draw FILE." if name in _OF_DRAWING else "Leave it out."
-                raise UsageError(what, key=_flag(name), way_out=way_out)
+                raise UsageError(what, key=_option_name(name), way_out=way_out)
         for name in ("temperature", "max_new_tokens"):
             if self.draw is not None and name in names:
-                raise UsageError("the answer is a picture", key=_flag(name), way_out="Leave it out, or --draw.")
+                raise UsageError("the answer is a picture", key=_option_name(name), way_out="Leave it out, or --draw.")
         for kind, path in self.media:
             if kind != "image":
                 raise UsageError(f"such a model takes no {kind}", key=f"--{kind}", way_out="Leave it out.")
@@ -276,7 +277,7 @@ _OF_UNIFIED = frozenset({"draw", "temperature", "max_new_tokens", "num_inference
 _NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "out", "media_dir", "batch_size", "overwrite", "top_p")
 
 
-def _flag(name: str) -> str:
+def _option_name(name: str) -> str:
     return {"num_inference_steps": "--steps"}.get(name, f"--{name.replace('_', '-')}")
 
 

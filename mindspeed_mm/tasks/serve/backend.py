@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.started_python import safe_environment
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
@@ -207,6 +208,6 @@ def end_process(process: subprocess.Popen[Any]) -> None:
             return
 
 
-def as_fields(value: Any) -> dict[str, Any]:
+def as_fields(value: Any) -> JsonObject:
     """The fields of a request that were given."""
     return {name: part for name, part in value.model_dump(by_alias=True).items() if part is not None}

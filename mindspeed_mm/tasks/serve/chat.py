@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -155,7 +156,7 @@ class ChatRoutes:
             return StreamingResponse(turn.pieces(), 200, _STREAM_HEADERS, "text/event-stream")
         return JSONResponse(await turn.whole(request))
 
-    async def _encoded(self, sample: Sample, variables: Mapping[str, Any]) -> EncodedQuestion:
+    async def _encoded(self, sample: Sample, variables: Mapping[str, object]) -> EncodedQuestion:
         async def encode() -> EncodedQuestion:
             checked = sample
             if sample.media:
@@ -235,7 +236,7 @@ class Turn:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _has_told: bool = False
 
-    async def whole(self, request: Request) -> dict[str, Any]:
+    async def whole(self, request: Request) -> JsonObject:
         """All answers as one object."""
         rows = self.rows(None)
         futures: list[Future[Answer]] = []
@@ -316,7 +317,7 @@ class Turn:
         value = {**self._head(self.shape.piece_kind), "choices": choices}
         return _data(value if usage is None else {**value, "usage": usage})
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> JsonObject:
         head_id = f"{self.shape.id_prefix}-{self._id}"
         return {"id": head_id, "object": kind, "created": int(time.time()), "model": self.model}
 
@@ -333,5 +334,5 @@ async def _beat(told: asyncio.Queue[Told]) -> None:
         told.put_nowait(_HEARTBEAT)
 
 
-def _data(value: dict[str, Any]) -> str:
+def _data(value: Mapping[str, object]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -14,7 +14,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.formparser import MultiPartParser
 from werkzeug.http import parse_options_header
 
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 from mindspeed_mm.tasks.serve.limits import RefusedError
@@ -52,7 +52,7 @@ def read_fields(body: bytes, kind: type[Request]) -> Request:
         raise _refused_field(error, kind) from error
 
 
-def refuse_unsupported(fields: RequestFields, table: Mapping[str, tuple[Collection[Any], str]]) -> None:
+def refuse_unsupported(fields: RequestFields, table: Mapping[str, tuple[Collection[object], str]]) -> None:
     """Raise `RefusedError` for a field that the server has nothing for, unless its value asks for nothing.
 
     Args:
@@ -141,7 +141,7 @@ class Names:
         message = f"there is no model '{asked[:100]}' here, only {known}."
         raise RefusedError(404, message, param="model", code="model_not_found")
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[JsonObject]:
         """Return an entry of `/v1/models` for the model and for each of its adapters."""
         facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm", "routes": list(self.routes)}
         if self.voices:

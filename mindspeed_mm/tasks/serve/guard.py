@@ -17,7 +17,6 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -27,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.limits import RefusedError, WireLimits
@@ -226,7 +226,7 @@ async def _refuse(error: RefusedError, begun: int, scope: Scope, receive: Receiv
     """Answer with an error, unless an answer has begun: a connection that breaks off tells as much."""
     if begun:
         return
-    headers: dict[str, Any] = {"Connection": "close"} if error.status in (408, 413) else {}
+    headers: JsonObject = {"Connection": "close"} if error.status in (408, 413) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 429:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.request import Request, option
 
 _LONGEST_MESSAGE = 300
@@ -54,7 +55,7 @@ class RefusedError(Exception):
             return cls(501, f"{what} {problem.way_out}", param=named, code="unavailable")
         return cls(400, what, param=named, code="invalid_value")
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """Return the error in the form of OpenAI's errors, as the JSON body of a response."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         usual = "server_error" if self.status >= 500 else "invalid_request_error"

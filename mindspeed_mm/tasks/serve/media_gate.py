@@ -56,7 +56,7 @@ class MediaGate:
         self._limits.check("max_media", len(media), f"the request has {len(media)} pictures, videos and sounds")
         return [MediaItem(item.kind, self._admit(item.kind, item.source)) for item in media]
 
-    def _admit(self, kind: MediaKind, source: Any) -> Any:
+    def _admit(self, kind: MediaKind, source: object) -> Any:
         if options := options_of(source):
             message = f"{', '.join(options)} of a single medium cannot be asked for."
             raise RefusedError(400, message, code="unsupported_value")
@@ -67,7 +67,7 @@ class MediaGate:
         self._check_size(kind, opened)
         return opened
 
-    def _opened(self, source: Any) -> bytes | str:
+    def _opened(self, source: object) -> bytes | str:
         """A source as bytes, or as the path of a file that may be opened."""
         if isinstance(source, dict):  # data by its field's name, however short
             source = source.get("bytes")

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.tasks.serve.backend import Backend, as_fields
@@ -66,7 +67,7 @@ class PassingRoutes:
         await to_thread.run_sync(self.gate.admit, [MediaItem("audio", files["file"])])
         return await self._passed("/v1/audio/transcriptions", body, kind)
 
-    def _checked(self, body: bytes) -> dict[str, Any]:
+    def _checked(self, body: bytes) -> JsonObject:
         """A request with the fields that are known, its media as data."""
         fields = read_fields(body, ChatFields)
         self.names.check(fields.model)
@@ -97,7 +98,7 @@ class PassingRoutes:
         shown = [part if part["type"] == "text" else self._as_data(next(admitted)) for part in parts]
         return {**message, "content": shown}
 
-    def _as_data(self, item: MediaItem) -> dict[str, Any]:
+    def _as_data(self, item: MediaItem) -> JsonObject:
         if isinstance(item.source, list):
             raise RefusedError(400, "a video as a list of pictures is not passed on.", code="unsupported_value")
         text = base64.b64encode(self.gate.loader.read(item.source)[0]).decode()

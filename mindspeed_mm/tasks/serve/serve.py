@@ -219,7 +219,7 @@ def _speaking(request: ServeRequest, voice: Voice) -> AnswerEngine | SpeechEngin
     return AnswerEngine(thinker, most_rows=request.batch_size, answer=answer, speech=speech)
 
 
-def _end_loading(number: int, _frame: Any) -> None:
+def _end_loading(number: int, _frame: object) -> None:
     """A process that loads in our name ends with us."""
     raise SystemExit(128 + number)
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart
 from mindspeed_mm.fsdp.sampling.answers.steering import TokenLogProb
@@ -62,7 +63,7 @@ class ChatShape:
     def whole(self, index: int, row: LiveAnswer, answer: Answer) -> Choice:
         """Return the choice of a complete answer, with thoughts and tool calls in fields of their own."""
         spoken = take_apart(answer.text, thinks=self._thinks, calls=self._calls)
-        message: dict[str, Any] = {"role": "assistant", "content": spoken.words}
+        message: JsonObject = {"role": "assistant", "content": spoken.words}
         if spoken.thoughts:
             message["reasoning_content"] = spoken.thoughts
         if spoken.calls:
@@ -89,7 +90,7 @@ class ChatShape:
         reason = "tool_calls" if parts.calls else _reason(row)
         return [*last, _delta(index) | {"finish_reason": reason}]
 
-    def _log_probs(self, said: Sequence[TokenLogProb]) -> dict[str, Any] | None:
+    def _log_probs(self, said: Sequence[TokenLogProb]) -> JsonObject | None:
         if not said:
             return None
         content = []
@@ -99,7 +100,7 @@ class ChatShape:
                 content.append({**self._token(each.token, each.log_prob), "top_logprobs": others})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float) -> JsonObject:
         text = self._tokens.text_of(token)
         return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(text.encode("utf-8", "replace"))}
 
@@ -138,7 +139,7 @@ class TextShape:
         """Return one choice with empty text and the reason for the end."""
         return [_text(index, "") | {"finish_reason": _reason(row)}]
 
-    def _log_probs(self, said: Sequence[TokenLogProb]) -> dict[str, Any]:
+    def _log_probs(self, said: Sequence[TokenLogProb]) -> JsonObject:
         tokens = [self._tokens.text_of(each.token) for each in said]
         offsets, place = [], 0
         for token in tokens:
@@ -161,11 +162,11 @@ def _deltas(index: int, said: list[tuple[Any, str]]) -> list[Choice]:
     return [_delta(index, **{fields[kind]: text}) for kind, text in said]
 
 
-def _delta(index: int, **delta: Any) -> Choice:
+def _delta(index: int, **delta: object) -> Choice:
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-def _calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _calls(calls: list[JsonObject]) -> list[JsonObject]:
     """As OpenAI has them: with an id, arguments as JSON text."""
     found = []
     for call in calls:

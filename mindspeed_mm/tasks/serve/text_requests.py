@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mindspeed_mm.core.errors import DataError, MachineError, MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
@@ -64,7 +65,7 @@ class ChatCall(AnswerCall):
 
     sample: Sample = field(kw_only=True)
     """The conversation; its media are as the client named them."""
-    template: dict[str, Any] = field(default_factory=dict)
+    template: JsonObject = field(default_factory=dict)
     """Variables of the chat template."""
 
 
@@ -127,7 +128,7 @@ def _grammar(asked: ResponseFormat | None) -> str | None:
         raise RefusedError(400, message, param="response_format", code="unsupported_value") from error
 
 
-def len_of_text(value: Any) -> int:
+def len_of_text(value: object) -> int:
     """How many characters of text there are in messages; the sources of media are not text."""
     total, waiting = 0, [value]
     while waiting:

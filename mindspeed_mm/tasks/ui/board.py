@@ -127,7 +127,7 @@ class LookingRoutes:
 
     async def _runs(self, _: Request) -> Response:
         found = await in_thread(self._board.look)
-        return _json(
+        return _json_answer(
             {
                 "folder": str(self._board.root),
                 "read_only": self._read_only,
@@ -144,7 +144,7 @@ class LookingRoutes:
             raise RefusedError(400, "runs are asked for by their ids.", param="runs", code="invalid_value")
         paths = [run_path(self._board, run) for run in asked["runs"]]
         stamp, html = await in_thread(self._showing.show, paths, asked["stamp"])
-        return _json({"stamp": stamp, "html": html})
+        return _json_answer({"stamp": stamp, "html": html})
 
 
 class MakingRoutes:
@@ -172,42 +172,42 @@ class MakingRoutes:
         return [Route("/api/fields", self._fields, name="fields"), *made]
 
     async def _fields(self, _: Request) -> Response:
-        return _json({"fields": await in_thread(form.fields), "first": len(form.FIRST)})
+        return _json_answer({"fields": await in_thread(form.fields), "first": len(form.FIRST)})
 
     async def _read(self, request: Request) -> Response:
         asked = await body_of(request, name=str)
-        return _json({"text": await in_thread(configs.read, self._root, asked["name"])})
+        return _json_answer({"text": await in_thread(configs.read, self._root, asked["name"])})
 
     async def _read_of_run(self, request: Request) -> Response:
         asked = await body_of(request, run=str)
-        return _json({"text": await in_thread(configs.read_of_run, run_path(self._board, asked["run"]))})
+        return _json_answer({"text": await in_thread(configs.read_of_run, run_path(self._board, asked["run"]))})
 
     async def _compose(self, request: Request) -> Response:
         asked = await body_of(request, text=str, values=dict)
         values = {str(key): str(value) for key, value in asked["values"].items()}
-        return _json({"text": await in_thread(form.compose, asked["text"], values)})
+        return _json_answer({"text": await in_thread(form.compose, asked["text"], values)})
 
     async def _check(self, request: Request) -> Response:
         asked = await body_of(request, text=str, name=str)
         name = asked["name"] if asked["name"].isprintable() else ""
-        return _json({"findings": await in_thread(configs.check_text, asked["text"], name or "the YAML")})
+        return _json_answer({"findings": await in_thread(configs.check_text, asked["text"], name or "the YAML")})
 
     async def _save(self, request: Request) -> Response:
         asked = await body_of(request, name=str, text=str, replace=bool)
         save = partial(configs.save, replace=asked["replace"])
         path = await in_thread(save, self._root, asked["name"], asked["text"])
-        return _json({"name": str(path.relative_to(self._root))})
+        return _json_answer({"name": str(path.relative_to(self._root))})
 
     async def _check_whole(self, request: Request) -> Response:
         asked = await body_of(request, name=str)
         path = await in_thread(inside, self._root, asked["name"])
-        return _json(await in_thread(check_whole, self._root, path))
+        return _json_answer(await in_thread(check_whole, self._root, path))
 
     async def _preview(self, request: Request) -> Response:
         asked = await body_of(request, name=str, count=int)
         path = await in_thread(inside, self._root, asked["name"])
         count = min(max(asked["count"], 1), _MOST_ROWS)
-        return _json({"html": await in_thread(self._preview_page, path, count)})
+        return _json_answer({"html": await in_thread(self._preview_page, path, count)})
 
     def _preview_page(self, path: Path, count: int) -> str:
         configs.check_shows_inside(self._root, path, self._also)
@@ -226,18 +226,18 @@ class MakingRoutes:
         path = await in_thread(inside, self._root, asked["name"])
         await in_thread(configs.check_stays_inside, self._root, path)
         job = await in_thread(self._jobs.train, path, asked["name"], asked["nproc"])
-        return _json(job.to_dict())
+        return _json_answer(job.to_dict())
 
     async def _serve(self, request: Request) -> Response:
         asked = await body_of(request, run=str)
         path = run_path(self._board, asked["run"])
         job = await in_thread(self._jobs.serve, path, str(path.relative_to(self._root)))
-        return _json(job.to_dict())
+        return _json_answer(job.to_dict())
 
     async def _stop(self, request: Request) -> Response:
         asked = await body_of(request, job=int)
         await in_thread(self._jobs.stop, asked["job"])
-        return _json({"jobs": self._jobs.listed()})
+        return _json_answer({"jobs": self._jobs.listed()})
 
 
 def run_path(board: Board, run: str) -> Path:
@@ -252,7 +252,7 @@ def run_path(board: Board, run: str) -> Path:
     return path
 
 
-async def in_thread(do: Callable[..., Result], *given: Any) -> Result:
+async def in_thread(do: Callable[..., Result], *given: object) -> Result:
     """Do something with files away from the event loop.
 
     Raises:
@@ -287,7 +287,7 @@ async def body_of(request: Request, **kinds: type) -> Record:
     return given
 
 
-def _json(content: Record) -> Response:
+def _json_answer(content: Record) -> Response:
     """A JSON answer; half characters of file names are escapes in it."""
     return Response(json.dumps(content, default=str), media_type="application/json")
 

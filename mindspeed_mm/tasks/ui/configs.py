@@ -120,7 +120,7 @@ def _check_paths(root: Path, config: Path, keys: Sequence[str], allowed: Sequenc
                     raise UsageError(what, where=config.name, key=key, way_out=way_out)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every text in a value; several paths of one text stand between commas."""
     if isinstance(value, str):
         yield from (part.strip() for part in value.split(",") if part.strip())

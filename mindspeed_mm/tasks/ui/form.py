@@ -13,6 +13,7 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import YAMLError
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.params.schema import json_schema
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 
@@ -47,7 +48,7 @@ def fields() -> list[Field]:
     return [found[key] for key in dict.fromkeys((*FIRST, *found))]
 
 
-def _walk(section: Mapping[str, Any], sections: Mapping[str, Any], prefix: str) -> Iterator[Field]:
+def _walk(section: JsonMapping, sections: JsonMapping, prefix: str) -> Iterator[Field]:
     for name, entry in section.get("properties", {}).items():
         key = f"{prefix}{name}"
         inner = _section_of(entry, sections)
@@ -57,17 +58,17 @@ def _walk(section: Mapping[str, Any], sections: Mapping[str, Any], prefix: str) 
             yield _field(key, entry)
 
 
-def _section_of(entry: Mapping[str, Any], sections: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _section_of(entry: JsonMapping, sections: JsonMapping) -> JsonMapping | None:
     """The section that an entry holds, directly or unless it is null."""
     for each in (entry, *entry.get("anyOf", ())):
         reference = each.get("$ref", "")
-        section: Mapping[str, Any] = sections.get(reference.rpartition("/")[2], {})
+        section: JsonMapping = sections.get(reference.rpartition("/")[2], {})
         if "properties" in section:
             return section
     return None
 
 
-def _field(key: str, entry: Mapping[str, Any]) -> Field:
+def _field(key: str, entry: JsonMapping) -> Field:
     kinds = [each for each in (entry, *entry.get("anyOf", ())) if each.get("type") != "null"]
     choices = [str(word) for each in kinds for word in each.get("enum", ())]
     types = {each["type"] for each in kinds if "type" in each}
@@ -88,7 +89,7 @@ _BOUNDS = {"minimum": "least", "ge": "least", "maximum": "most", "le": "most"}
 """Words of the schema → of a field."""
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """A plain value as YAML on one line."""
     yaml, text = YAML(typ="safe", pure=True), io.StringIO()
     yaml.default_flow_style, yaml.width = True, _WIDTH
@@ -140,7 +141,7 @@ def _round_trip(text: str) -> CommentedMap:
     return root
 
 
-def _value(written: str, key: str) -> Any:
+def _value(written: str, key: str) -> object:
     parse_yaml(written, key)
     try:
         return _yaml().load(written)

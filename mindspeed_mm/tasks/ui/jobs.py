@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mindspeed_mm.core.errors import MachineError, UsageError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.redaction import without_secrets
 from mindspeed_mm.core.started_python import own_python, safe_environment
 from mindspeed_mm.core.terminal import visible
@@ -51,13 +51,14 @@ class BoardJob:
         content = os.pread(self.output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         return visible(without_secrets(content.decode("utf-8", "replace")))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The job as JSON shows it: how it ended, the end of its output, and the page of a server."""
         code = self.process.poll()
         said = self.said()
         return {
             "job": self.number, "kind": self.kind, "name": self.name, "began": self.began, "exit_code": code,
-            "stops": self.stops, "said": said, "address": _address(said) if self.kind == SERVE and code is None else "",
+            "stops": self.stops, "said": said,
+            "address": _page_address(said) if self.kind == SERVE and code is None else "",
         }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ class Jobs:
         self._jobs: list[BoardJob] = []
         self._lock = threading.Lock()
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[JsonObject]:
         """All of them, the newest first."""
         with self._lock:
             jobs = list(reversed(self._jobs))
@@ -135,7 +136,7 @@ class Jobs:
             return job
 
 
-def _address(said: str) -> str:
+def _page_address(said: str) -> str:
     """Where a server's page is, once it has said so."""
     for line in said.splitlines():
         if line.startswith("{"):
@@ -174,7 +175,7 @@ def look(root: Path, words: Sequence[str]) -> tuple[int, str, str]:
     return done.returncode, out, visible(without_secrets(err))
 
 
-def check_whole(root: Path, config: Path) -> dict[str, Any]:
+def check_whole(root: Path, config: Path) -> JsonObject:
     """What `mm check` finds in a file, from its text to its first batch, as its `--json` says it.
 
     Raises:
@@ -182,7 +183,7 @@ def check_whole(root: Path, config: Path) -> dict[str, Any]:
     """
     code, out, err = look(root, ["check", str(config), "--json"])
     try:
-        found: dict[str, Any] = parse_json(out)
+        found: JsonObject = parse_json(out)
     except ValueError as error:
         raise MachineError(f"mm check ended with exit code {code}: {err.strip()[-200:]}") from error
     return found

@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import VAE_FILE
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.model_kinds import UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
@@ -23,7 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.picture_vae import DIFFUSERS_FOLDER, FLU
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments, ParallelArguments
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.plan.outline import build_outline
@@ -36,6 +37,7 @@ _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
 """In a pattern: certain layers, which a model with fewer may lack."""
 _LORA = "training.lora."
+_SCRATCH = "model.train_from_scratch"
 REFUSALS = (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError)
 """How a model's class says that it cannot be had in these sizes."""
 
@@ -43,14 +45,14 @@ Candidate = tuple[Arguments, tuple[str, ...]]
 """Arguments whose model is small, and what was changed."""
 
 
-def check_real_model(arguments: Arguments, comparable: Arguments) -> None:
+def check_real_model(parallel: ParallelArguments, comparable: Arguments) -> None:
     """Raise `ConfigError` where the plan does not fit the model as it is: made small, it might.
 
     Args:
         arguments: As configured.
         comparable: With an attention kernel that is here.
     """
-    judged = comparable.model_copy(update={"parallel": arguments.parallel})
+    judged = comparable.model_copy(update={"parallel": parallel})
     resolve_plan(build_outline(judged), judged)
 
 
@@ -65,9 +67,9 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
     pipeline = arguments.parallel.pp_plan
     chunks = 2 if pipeline.schedule == "zbv" else pipeline.virtual_stages
     room = Room(sizes.pp * chunks, sizes.tp, sizes.ep)
-    config = _config_of(arguments)
+    config = _config_of(arguments.model)
     if config is None:
-        yield _from_scratch(arguments), ("weights: random, from the seed; the model is not made small",)
+        yield with_value(arguments, _SCRATCH, True), ("weights: random, from the seed; the model is not made small",)
         return
     wanted = [shrink(config, room), shrink(config, room, widths=False), Shrunk(dict(config), {})]
     for number, small in enumerate(wanted):
@@ -75,14 +77,14 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
         changes = small.changes | still.changes
         made = _with_config(arguments, still.config, changes, folder / f"model{number}", shrinks=True)
         lines = (*_lines(changes), "weights: random, from the seed")
-        if _kind(arguments) is UNIFIED:
+        if _kind(arguments.model) is UNIFIED:
             lines += ("VAE: few features, random weights",)
-        yield fitting(_from_scratch(made), lines)
+        yield fitting(with_value(made, _SCRATCH, True), lines)
 
 
 def real_model(arguments: Arguments, folder: Path) -> Candidate:
     """The model as it is, with its weights, but for dropout."""
-    config = _config_of(arguments)
+    config = _config_of(arguments.model)
     still = without_dropout(config or {})
     if not still.changes:
         return arguments, ()
@@ -114,7 +116,7 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
     adapter = facts_of(model).adapter
     if adapter is None:
         model.save_pretrained(folder)
-        if _kind(arguments) is UNIFIED:
+        if _kind(arguments.model) is UNIFIED:
             _copy_vae(Path(str(arguments.model.model_name_or_path)), folder)
     else:
         _link_others(Path(str(arguments.model.model_name_or_path)), folder, adapter.transformers)
@@ -128,21 +130,21 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
-def _kind(arguments: Arguments) -> ModelKind:
-    return kind_of_folder(arguments.model.model_name_or_path)
+def _kind(model: ModelArguments) -> ModelKind:
+    return kind_of_folder(model.model_name_or_path)
 
 
-def _config_of(arguments: Arguments) -> dict[str, Any] | None:
+def _config_of(model: ModelArguments) -> JsonObject | None:
     """`config.json` of the model, or of a generator's transformer with the changes of the YAML."""
-    named = arguments.model.model_name_or_path
-    path = Path(named or "") / _kind(arguments).trained_part / "config.json"
+    named = model.model_name_or_path
+    path = Path(named or "") / _kind(model).trained_part / "config.json"
     if not named or not path.is_file():
         return None
-    return read_json(path) | (arguments.model.transformer or {})
+    return read_json(path) | (model.transformer or {})
 
 
 def _with_config(
-    arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path, *, shrinks: bool
+    arguments: Arguments, config: JsonMapping, changes: JsonMapping, folder: Path, *, shrinks: bool
 ) -> Arguments:
     """Arguments whose model has this configuration: the YAML can change a part of a model, a whole one has a folder.
 
@@ -153,16 +155,16 @@ def _with_config(
         folder: Where it is written.
         shrinks: Whether the frozen VAE of a model that draws is made small, too.
     """
-    if _kind(arguments).trained_part:
+    if _kind(arguments.model).trained_part:
         own = {key: config[key] for key in changes}
-        update: dict[str, Any] = {"transformer": (arguments.model.transformer or {}) | own}
+        update: JsonObject = {"transformer": (arguments.model.transformer or {}) | own}
         return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
     folder.mkdir(parents=True)
     source = Path(str(arguments.model.model_name_or_path))
-    if _kind(arguments) is UNIFIED and shrinks:
+    if _kind(arguments.model) is UNIFIED and shrinks:
         latents = FLUX_LATENTS | (config.get("vae_config") or {})
         write_small_vae(folder, latents["z_channels"], latents["downsample"])
-    elif _kind(arguments) is UNIFIED:
+    elif _kind(arguments.model) is UNIFIED:
         _copy_vae(source, folder)
     for pattern in _SMALL_FILES:
         for path in source.glob(pattern):
@@ -171,10 +173,6 @@ def _with_config(
     atomic_write_text(folder / "config.json", json.dumps(config))
     update = {"model_name_or_path": str(folder)}
     return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
-
-
-def _from_scratch(arguments: Arguments) -> Arguments:
-    return arguments.model_copy(update={"model": arguments.model.model_copy(update={"train_from_scratch": True})})
 
 
 def _link_others(source: Path, folder: Path, parts: Sequence[str]) -> None:
@@ -197,7 +195,7 @@ def _copy_vae(source: Path, folder: Path) -> None:
         shutil.copytree(source / DIFFUSERS_FOLDER, folder / DIFFUSERS_FOLDER)
 
 
-def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+def _lines(changes: Mapping[str, tuple[object, object]]) -> tuple[str, ...]:
     return tuple(change_line(f"model: {key}", *values) for key, values in changes.items())
 
 

@@ -125,7 +125,7 @@ class _Rank:
             heard(content)
 
 
-def _results(ranks: Sequence[_Rank], heard: Tell) -> list[Any]:
+def _results(ranks: Sequence[_Rank], heard: Tell) -> list[object]:
     deadline: float | None = None
     while open_ranks := [rank for rank in ranks if not (rank.is_done or rank.failure)]:
         if deadline is not None and time.monotonic() > deadline:

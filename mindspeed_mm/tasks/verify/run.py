@@ -73,7 +73,7 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     if job.full:
         candidates = [real_model(arguments, job.folder)]
     else:
-        check_real_model(job.config.arguments, arguments)
+        check_real_model(job.config.arguments.parallel, arguments)
         candidates = list(small_models(arguments, job.setup.sizes, job.folder))
     engine, chosen = _first_that_runs(job, candidates)
     tell("reference")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.ops.attention_kernels import OF_PACKAGES
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments
 from mindspeed_mm.fsdp.params.data_args import DataArguments, DataloaderParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
@@ -119,7 +119,7 @@ def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) 
             "parallel": parallel,
             "training": _comparable_training(arguments.training, full=full),
             "data": _comparable_data(arguments.data, cache),
-            "model": arguments.model.model_copy(update=_kernels(arguments)),
+            "model": arguments.model.model_copy(update=_kernels(arguments.model)),
             "tools": ToolsArguments(),  # two steps are compared, not profiled
         }
     )
@@ -273,9 +273,9 @@ def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, object]:
     return update
 
 
-def _kernels(arguments: Arguments) -> dict[str, object]:
+def _kernels(model: ModelArguments) -> dict[str, object]:
     """An attention kernel that a CPU has."""
-    if arguments.model.attn_implementation in _NO_CPU_KERNEL:
+    if model.attn_implementation in _NO_CPU_KERNEL:
         return {"attn_implementation": None}
     return {}
 

@@ -82,7 +82,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 
-def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shrunk:
+def shrink(config: Mapping[str, object], room: Room, *, widths: bool = True) -> Shrunk:
     """The smallest configuration with every kind of layer that the plan can divide.
 
     Args:
@@ -120,7 +120,7 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
     return Shrunk(small, dict(_differences(config, small)))
 
 
-def without_dropout(config: Mapping[str, Any]) -> Shrunk:
+def without_dropout(config: Mapping[str, object]) -> Shrunk:
     """The configuration with every probability of dropping something at 0."""
     still = deepcopy(dict(config))
     for part in _tables(still):
@@ -151,19 +151,19 @@ def _is_tower(name: str) -> bool:
     return re.search("vision|visual|audio", name) is not None
 
 
-def _is_count(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _counts_in(part: Config, keys: Sequence[str]) -> list[str]:
     """Those of the settings that the section has, as whole numbers above 0."""
-    return [key for key in keys if _is_count(part.get(key))]
+    return [key for key in keys if _is_whole_number(part.get(key))]
 
 
 def _first_count(part: Config, keys: Sequence[str]) -> str | None:
     """Return the first of these keys whose value is a positive integer; None without one."""
     for key in keys:
-        if _is_count(part.get(key)):
+        if _is_whole_number(part.get(key)):
             return key
     return None
 
@@ -177,7 +177,7 @@ def _cut_layers(part: Config, key: str, fewest: int) -> None:
     chosen = _chosen_layers(part, count, fewest)
     if len(chosen) == count:
         return
-    if _is_count(part.get(_DENSE_ONES)):
+    if _is_whole_number(part.get(_DENSE_ONES)):
         part[_DENSE_ONES] = sum(layer < part[_DENSE_ONES] for layer in chosen)
     for name, value in list(part.items()):
         if _is_list_of_layers(value, count):
@@ -205,7 +205,7 @@ def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
 def _kind(part: Config, layer: int, count: int) -> tuple[object, ...]:
     """What tells a layer from others: layers of one kind are equal in all of it."""
     facts: list[object] = []
-    if _is_count(part.get(_DENSE_ONES)):
+    if _is_whole_number(part.get(_DENSE_ONES)):
         facts.append(layer < part[_DENSE_ONES])
     for name, value in part.items():
         if _is_list_of_layers(value, count):
@@ -247,7 +247,7 @@ def _cut_experts(part: Config, ranks: int) -> None:
     if key is None or part[key] % ranks:
         return
     chosen = _first_count(part, _CHOSEN)
-    is_grouped = _is_count(part.get("n_group"))
+    is_grouped = _is_whole_number(part.get("n_group"))
     most = groups = 1
     if chosen:
         most = min(part[chosen], MOST_EXPERTS_CHOSEN)
@@ -305,11 +305,11 @@ def _narrow_stream(part: Config, ranks: int) -> None:
     part |= {f"{_STREAM}{key}": value for key, value in stream.items()}
 
 
-def _narrow_windowed(part: Config, before: Mapping[str, Any]) -> None:
+def _narrow_windowed(part: Config, before: Mapping[str, object]) -> None:
     """Settings of layers with a window become smaller as those of the others did."""
     for key in list(part):
         other = key.removeprefix(_WINDOWED)
-        if other != key and _is_count(part[key]) and _is_count(before.get(other)):
+        if other != key and _is_whole_number(part[key]) and _is_whole_number(before.get(other)):
             part[key] = part[key] * part[other] // before[other]
 
 
@@ -384,7 +384,9 @@ def _up_to_multiple(number: int, of: int) -> int:
 # --- what changed -----------------------------------------------------------------------------------------------------
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _differences(
+    before: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     for key, value in now.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, Mapping):

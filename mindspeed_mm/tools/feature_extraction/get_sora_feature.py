@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.provider.translate import translate
@@ -33,7 +33,7 @@ def extract_features() -> None:
         say(outcome.sentence())
 
 
-def compute_type(model: dict[str, Any]) -> str | None:
+def compute_type(model: JsonObject) -> str | None:
     """The type that all encoders of model.json compute in; None where they differ, or do not say."""
     types = set()
     for part in ("ae", "text_encoder", "image_encoder"):

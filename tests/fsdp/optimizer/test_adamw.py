@@ -208,7 +208,7 @@ def test_codes_are_those_of_torchao(is_signed: bool) -> None:
     quantize = load_torchao("optim.quant_utils", key="").quantize_8bit_with_qmap
     torch.manual_seed(0)
     cpu = torch.device("cpu")
-    borders = state_formats._borders(is_signed, cpu)[0][:-1]
+    borders = state_formats._packing_borders(is_signed, cpu)[0][:-1]
     drawn = torch.rand(1_000_000).pow(8) * (torch.randint(0, 2, (1_000_000,)) * 2 - 1 if is_signed else 1)
     numbers = torch.cat([drawn, torch.tensor([0.0, 1.0, -1.0 if is_signed else 0.0])])
     near = torch.cat([borders, borders.nextafter(torch.tensor(-2.0)), borders.nextafter(torch.tensor(2.0))])

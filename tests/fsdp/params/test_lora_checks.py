@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.model import lora_problems
 
 TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
+def problems_of(run: Arguments) -> list[Problem]:
+    return list(lora_problems(run.parallel, run.training))
 
 
 @pytest.mark.parametrize(
@@ -26,9 +31,9 @@ TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
     ],
 )
 def test_refusals(lora: dict[str, Any], parallel: dict[str, Any], key: str, words: str) -> None:
-    (problem,) = lora_problems(tree(lora, parallel))
+    (problem,) = problems_of(tree(lora, parallel))
     assert problem.key == f"training.lora.{key}" and words in problem.way_out
-    assert not list(lora_problems(tree({**lora, "enable": False}, parallel)))
+    assert not problems_of(tree({**lora, "enable": False}, parallel))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +45,7 @@ def test_refusals(lora: dict[str, Any], parallel: dict[str, Any], key: str, word
     ],
 )
 def test_what_goes_together(lora: dict[str, Any], parallel: dict[str, Any]) -> None:
-    assert not list(lora_problems(tree(lora, parallel)))
+    assert not problems_of(tree(lora, parallel))
 
 
 def tree(lora: dict[str, Any], parallel: dict[str, Any]) -> Arguments:

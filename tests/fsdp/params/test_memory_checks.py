@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.plan import memory_problems
 from tests.fsdp.params.test_checks import arguments
 
 RECOMPUTE = {"features.recompute": True}
 SLICES = {"features.enable_chunk_mbs": True, "training.micro_batch_size": 4}
 REENTRANT = "features.recompute_plan.use_reentrant"
+
+
+def problems_of(run: Arguments) -> list[Problem]:
+    return list(memory_problems(run.model, run.data, run.parallel, run.features))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ REENTRANT = "features.recompute_plan.use_reentrant"
     ids=str,
 )
 def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, message: str) -> None:
-    (problem,) = memory_problems(arguments(values))
+    (problem,) = problems_of(arguments(values))
     assert problem.key == key and message in problem.what and problem.way_out
 
 
@@ -70,4 +76,4 @@ def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, messag
     ids=str,
 )
 def test_nothing_to_say(values: dict[str, Any]) -> None:
-    assert list(memory_problems(arguments(values))) == []
+    assert problems_of(arguments(values)) == []

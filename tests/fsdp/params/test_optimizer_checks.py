@@ -11,7 +11,8 @@ from mindspeed_mm.fsdp.params.rules.training import optimizer_problems
 
 
 def keys(**sections: dict[str, Any]) -> list[str]:
-    return [problem.key for problem in optimizer_problems(Arguments.model_validate(sections))]
+    run = Arguments.model_validate(sections)
+    return [problem.key for problem in optimizer_problems(run.parallel, run.training, run.features)]
 
 
 OFFLOADED = {"enable_gradient_offload": True}

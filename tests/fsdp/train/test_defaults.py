@@ -87,11 +87,13 @@ def test_a_generator_takes_the_length_of_the_commands_of_diffusers(
     model: str, steps: int | None, epochs: int | None, tmp_path: Path
 ) -> None:
     """500 steps in examples/dreambooth/README_flux.md and its like, 30 epochs in examples/cogvideo/README.md."""
-    length = run_length(Arguments.model_validate({"model": {"model_id": model}}))
+    arguments = Arguments.model_validate({"model": {"model_id": model}})
+    length = run_length(arguments.model, arguments.training)
     assert (length.steps, length.epochs, length.is_given) == (steps, epochs, False)
     index = {"transformer": ["diffusers", "FluxTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    assert run_length(Arguments.model_validate({"model": {"model_name_or_path": str(tmp_path)}})).steps == 500
+    arguments = Arguments.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
+    assert run_length(arguments.model, arguments.training).steps == 500
 
 
 @pytest.fixture

@@ -317,7 +317,16 @@ def test_why_steps_wait_is_said(yaml: Path, tmp_path: Path) -> None:
     class Device(Quiet):
         def _note_waits(self, engine: TrainEngine, record: Any) -> None:
             engine.device = torch.device("meta")
-            said.append(why_steps_wait(self.arguments, engine.optimizer, engine.ema, torch.device("cpu")))
+            said.append(
+                why_steps_wait(
+                    self.arguments.parallel,
+                    self.arguments.training,
+                    self.arguments.posttrain,
+                    engine.optimizer,
+                    engine.ema,
+                    torch.device("cpu"),
+                )
+            )
             super()._note_waits(engine, record)
             engine.device = torch.device("cpu")
 

@@ -26,7 +26,7 @@ def test_samples_for_validation_are_joined_by_the_processor_of_their_own_section
     section = f"{{dataset_type: huggingface, preprocess_parameters: {{model_name_or_path: '{other}'}}}}"
     arguments = load_config(yaml, [f"data.val_dataset_param={section}"]).arguments
     share, dataset = DataShare(), as_mm_dataset(ROWS)
-    (trained,) = next(iter(build_loader(arguments, share, dataset)))
-    (held_out,) = next(build_validation_loader(arguments, share, dataset).one_pass())
+    (trained,) = next(iter(build_loader(arguments.data, arguments.training, arguments.posttrain, share, dataset)))
+    (held_out,) = next(build_validation_loader(arguments.data, arguments.training, share, dataset).one_pass())
     assert held_out["input_ids"].tolist() == [[1, 2, 3], [1, 5, 5]]
     assert 5 not in trained["input_ids"]

@@ -91,16 +91,16 @@ def _alone(model: MegatronModel) -> MegatronModel:
     tower = replace(
         TEXT,
         prefix="",
-        layers=_short(TEXT.layers),
-        first=tuple(map(_short, TEXT.first)),
-        last=tuple(map(_short, TEXT.last)),
+        layers=_bare_name(TEXT.layers),
+        first=tuple(map(_bare_name, TEXT.first)),
+        last=tuple(map(_bare_name, TEXT.last)),
     )
-    rules = [KeyRule(rule.sources, list(map(_short, rule.targets)), rule.ops) for rule in model.rules]
-    cuts = {_short(name): cut for name, cut in model.cuts.items()}
+    rules = [KeyRule(rule.sources, list(map(_bare_name, rule.targets)), rule.ops) for rule in model.rules]
+    cuts = {_bare_name(name): cut for name, cut in model.cuts.items()}
     return replace(model, towers=(tower,), rules=rules, cuts=cuts)
 
 
-def _short(name: str) -> str:
+def _bare_name(name: str) -> str:
     return name.removeprefix(TEXT.prefix)
 
 

@@ -8,11 +8,11 @@ Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/{qwen2vl,qwen2_5vl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mindspeed_mm.checkpoint.key_ops import Concat, Interleave, Split
 from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, FINAL_NORM, HEAD, Config, PipelineTower, TensorCut
+from mindspeed_mm.core.json_file import JsonObject
 
 # --- the language model -----------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def head_sizes(config: Config) -> tuple[int, int, int]:
     return width * config["num_attention_heads"], keys, keys
 
 
-def text_config(config: Config, section: str = "text_config") -> dict[str, Any]:
+def text_config(config: Config, section: str = "text_config") -> JsonObject:
     """Of the language model: a section of its own, or the numbers at the top as older folders have them."""
     return {**config, **(config.get(section) or {})}
 

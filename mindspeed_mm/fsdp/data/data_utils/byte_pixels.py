@@ -116,7 +116,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Levels] | None:
     return getattr(tensor, _BYTES, None)
 
 
-def _tables(mean: Any, std: Any, scale: float) -> tuple[torch.Tensor, ...]:
+def _tables(mean: object, std: object, scale: float) -> tuple[torch.Tensor, ...]:
     """By the two orders of operations that processors of transformers have (`rescale_and_normalize` of torchvision's,
     `rescale` and `normalize` of Pillow's)."""
     steps = torch.arange(256, dtype=torch.float32)
@@ -136,7 +136,7 @@ def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.
         seen = _by_channel(values, len(table))
         if seen is None:
             continue
-        if known is not None and _agree(seen, *known, table):
+        if known is not None and _table_explains(seen, *known, table):
             return known[0], (which, tuple(values.shape), known[1])
         half = seen.shape[2] // 2
         repeats = 2 if values.dim() == 2 and torch.equal(seen[:, :, :half], seen[:, :, half:]) else 1
@@ -149,7 +149,7 @@ def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.
     return None
 
 
-def _agree(seen_NCR: torch.Tensor, codes_NCR: torch.Tensor, repeats: int, table: torch.Tensor) -> bool:
+def _table_explains(seen_NCR: torch.Tensor, codes_NCR: torch.Tensor, repeats: int, table: torch.Tensor) -> bool:
     """Whether a table is the one that bytes were made numbers by, as some of them tell."""
     if len(table) not in (1, codes_NCR.shape[1]):
         return False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
@@ -127,7 +127,7 @@ _OF_REJECTED = ("images", "videos", "audios", "tools", "objects")
 def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
     """The row as its worse answer has it: with media and tools of its own, where there are any (ms-swift)."""
     own, columns = dict(row), vars(row_format)
-    named: dict[str, Any] = {}
+    named: JsonObject = {}
     for key in _OF_REJECTED:
         if row.get(f"rejected_{key}"):
             column = columns.get(key) or key
@@ -164,7 +164,7 @@ def from_question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
     if turns and isinstance(turns[0], dict) and _is_turn(turns[0], row_format, of_several=turns is answer):
         add_messages(sample, turns, row_format, column)
     elif isinstance(answer, str):
-        _add(sample, "assistant", answer)
+        _add_turn(sample, "assistant", answer)
     else:
         raise wrong_field(column, answer, row, place, "text")
     return sample
@@ -192,9 +192,9 @@ def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
         if not _is_exchange(pair):
             what = f"holds {pair!r}, not [question, answer]"
             raise DataError(what, where=str(place), key=row_format.history or "", way_out=REPAIR)
-        _add(sample, "user", pair[0])
-        _add(sample, "assistant", pair[1])
-    _add(sample, "user", "\n".join(texts))
+        _add_turn(sample, "user", pair[0])
+        _add_turn(sample, "assistant", pair[1])
+    _add_turn(sample, "user", "\n".join(texts))
     return sample
 
 
@@ -206,7 +206,7 @@ def _is_exchange(pair: object) -> bool:
     return isinstance(asked, str) and isinstance(answered, str)
 
 
-def _add(sample: Sample, role: str, content: str) -> None:
+def _add_turn(sample: Sample, role: str, content: str) -> None:
     sample.messages.append({"role": role, "content": split_text(content)})
     sample.weights.append(1.0 if role == "assistant" else None)
 
@@ -214,12 +214,12 @@ def _add(sample: Sample, role: str, content: str) -> None:
 def from_transcript(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """`{"audio", "sentence"}`: the sound is all that is asked, and what is said in it the answer."""
     sample, column = Sample(place), row_format.response or ""
-    _add(sample, "user", "<audio>")
+    _add_turn(sample, "user", "<audio>")
     if not column:
         return sample
     if not isinstance(row.get(column), str):
         raise wrong_field(column, row.get(column), row, place, "text")
-    _add(sample, "assistant", row[column])
+    _add_turn(sample, "assistant", row[column])
     return sample
 
 

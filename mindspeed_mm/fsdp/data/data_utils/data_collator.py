@@ -137,7 +137,7 @@ def build_collator(
     return collator if traits.checks_itself else partial(_collate_checked, collator, traits.extra_keys)
 
 
-def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[Any]) -> Batch:
+def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[object]) -> Batch:
     """What the collator of somebody else makes, its keys checked."""
     batch = collator(samples)
     check_batch(batch, extra_keys)
@@ -168,7 +168,7 @@ class GenericCollator:
         self._pad_id = tokenizer_of(processor).pad_token_id
         self._positions = positions
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: object) -> None:
         """Raise `DataError` for a sample, a plugin's, that cannot be joined with others."""
         trainable_arrays(sample)
 
@@ -312,7 +312,7 @@ class PairwiseCollator:
         self._collate = GenericCollator(processor, plugin, collate_param)
         self._plugin = plugin
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: object) -> None:
         """Raise `DataError` for a sample that is no pair of answers that can be joined with others."""
         if not (isinstance(sample, Mapping) and {"chosen", "rejected"} <= sample.keys()):
             told = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__

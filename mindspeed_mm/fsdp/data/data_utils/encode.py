@@ -7,15 +7,16 @@ placeholder tokens are replaced by the tokens of their media afterwards, so noth
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
@@ -415,13 +416,13 @@ class SampleEncoder:
         has_fractions = any(weight not in (None, 0, 1) for weight in weights)
         return Turns(placed.text, ids, labels, counts, media_spans, has_fractions)
 
-    def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
+    def _is_told_apart(self, message: Mapping[str, object], weight: float | None) -> bool:
         """Whether a turn counts otherwise than what stands around it."""
         if not self._options.train_on_prompt:
             return bool(weight)
         return weight is not None and (message["role"] == "assistant" or bool(message["content"]))
 
-    def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
+    def _messages(self, sample: Sample, end: int) -> list[JsonObject]:
         return self._tokens.protect_messages(sample.messages[:end], sample.box_marks)
 
     def _taken(self, sample: Sample, *, asks: bool = False) -> Sample:

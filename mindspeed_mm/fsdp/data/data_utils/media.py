@@ -179,7 +179,7 @@ class MediaLoader:
         options = options_of(item)
         return rule_of(self.limits.clip, options) if options else self.limits.clip
 
-    def _load_frames(self, items: list[Any], sizes: FrameSizes, with_sound: bool) -> VideoClip:
+    def _load_frames(self, items: Sequence[object], sizes: FrameSizes, with_sound: bool) -> VideoClip:
         if with_sound:
             raise DataError("a list of pictures has no sound", way_out="Set use_audio_in_video: false.")
         first = self.load_image(_first_frame(items))
@@ -310,7 +310,7 @@ def _check_size(size_bytes: int, name: str, most_bytes: int | None) -> None:
         raise DataError(f"'{name}' has {size_bytes} bytes, more than {most_bytes}")
 
 
-def _first_frame(items: Any) -> Any:
+def _first_frame(items: Any) -> object:
     if not len(items):
         raise DataError("the video is an empty list of frames")
     return items[0]
@@ -425,7 +425,7 @@ def with_media_beside(sample: Sample, folder: str) -> Sample:
     return replace(sample, media=media, rejected=rejected)
 
 
-def located(source: Any, folder: str) -> Any:
+def located(source: object, folder: str) -> object:
     """A source of a medium with its path, if it has a relative one, written out."""
     if isinstance(source, Mapping):
         has_bytes = source.get("bytes") is not None

@@ -9,10 +9,12 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from mindspeed_mm.core.json_file import JsonObject
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def packed_row(
     fills: Mapping[str, float],
     multiple: int,
     positions: Sequence[torch.Tensor],
-) -> dict[str, Any]:
+) -> JsonObject:
     """One row (1, T) of documents that are to see nothing of each other, under the names that transformers has for it.
 
     No `attention_mask`: borders say it all. The first token of a document has no label: a model that shifts `labels`
@@ -273,7 +275,7 @@ def packed_row(
     """
     lengths = [len(document["input_ids"]) for document in documents]
     padding = -sum(lengths) % multiple
-    row: dict[str, Any] = {}
+    row: JsonObject = {}
     for name, fill in fills.items():
         pieces = [document[name] for document in documents]
         if name == "labels":

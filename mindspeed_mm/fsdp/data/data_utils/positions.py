@@ -5,7 +5,7 @@ media (mRoPE), by the model's own rule (`get_rope_index`), which needs its confi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.loading.folder import trained_config
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -127,7 +128,7 @@ class RopeIndexPositions:
         return found
 
 
-def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch, reads: Collection[str]) -> list[Batch]:
+def inputs_of_samples(samples: Sequence[JsonMapping], media: Batch, reads: Collection[str]) -> list[Batch]:
     """What positions of each sample depend on, cut out of what was joined for the batch.
 
     Args:
@@ -151,7 +152,7 @@ def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch, reads:
     return found
 
 
-def _media_of_samples(samples: Sequence[Mapping[str, Any]], key: str, rows: int) -> list[int]:
+def _media_of_samples(samples: Sequence[JsonMapping], key: str, rows: int) -> list[int]:
     """How many rows of a tensor each sample has. Videos may bring their sound, which then counts too."""
     for kinds in ({MEDIA_OF[key]}, {"video", "audio"}):
         counts = []

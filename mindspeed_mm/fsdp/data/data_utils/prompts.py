@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
@@ -48,7 +47,7 @@ _ANSWER = "\0answer"
 """A column that no row has."""
 
 
-def _answer(turns: list[Any], row_format: RowFormat) -> dict[str, str]:
+def _answer(turns: Sequence[object], row_format: RowFormat) -> dict[str, str]:
     """An empty turn of the model, in the words of the other turns."""
     if turns and isinstance(turns[0], dict) and "from" in turns[0]:
         return {"from": "gpt", "value": ""}
@@ -68,7 +67,7 @@ def _marks(row: JsonObject, row_format: RowFormat) -> str:
     return marks
 
 
-def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
+def _ends_with_answer(turns: Sequence[object], row_format: RowFormat) -> bool:
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     role = last.get(row_format.role_tag, last.get("role", last.get("from")))
     if role is None:

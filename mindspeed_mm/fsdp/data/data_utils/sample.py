@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
@@ -108,7 +109,7 @@ class Sample:
     """A row, converted: the same shape for every row format."""
 
     place: RowLocation
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
     """`{"role", "content"}` as chat templates take them. Roles: system, user, assistant, tool. Content is a string, or
     a list of typed parts where a turn holds media: `{"type": "text", "text"}`, `{"type": "image" | "video" | "audio"}`.
     Further keys where the row has them: `tool_calls` (`[{"type": "function", "function": {"name", "arguments"}}]`,
@@ -118,7 +119,7 @@ class Sample:
     out, so that `train_on_prompt` decides."""
     media: list[MediaItem] = field(default_factory=list)
     """One for each media part, in order of appearance over all messages."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """Descriptions of the tools that the model may call, as chat templates take them."""
     text: str | None = None
     """The document of a text-only row; `messages` is empty then."""
@@ -209,7 +210,7 @@ class EncodedPrompt(TypedDict):
     """The conversation before the answer, as the row has it."""
     text: str
     """What the user said last."""
-    columns: dict[str, Any]
+    columns: JsonObject
     """All columns of the row; `solution` where it has a right answer."""
     unread: NotRequired[list[str]]
 
@@ -223,7 +224,7 @@ class SampleSize(NamedTuple):
     """Work of the encoders: vision patches and audio frames."""
 
 
-def count_media(messages: Sequence[Mapping[str, Any]]) -> int:
+def count_media(messages: Sequence[JsonMapping]) -> int:
     """Pictures, videos and sounds in messages: parts that are not text."""
     count = 0
     for message in messages:
@@ -335,7 +336,7 @@ def _parts(content: str | list[Message]) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def words_said(message: Mapping[str, Any]) -> list[str]:
+def words_said(message: JsonMapping) -> list[str]:
     """The texts of a message, without blanks around them and without thoughts, which templates may leave out."""
     texts = []
     for part in _parts(message["content"]):

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, RowLocation, TooLongError
@@ -71,19 +72,19 @@ class SpokenRows(MMDataset):
     def place(self, index: int) -> RowLocation:
         return self._rows.place(index)  # type: ignore[no-any-return]
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(index)
+        found: JsonObject = self._rows.row(index)
         return found
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes samples."""
         files = self._rows.facts()
         settings = {**self.settings(), "cutoff_len": self.basic_parameters.cutoff_len}
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> JsonMapping:
         """Return what shapes samples besides `cutoff_len`, for the fingerprint. Subclasses implement it."""
         raise NotImplementedError
 
@@ -101,7 +102,7 @@ class SpokenRows(MMDataset):
         """What pads samples to one length."""
         raise NotImplementedError
 
-    def text_of(self, row: Mapping[str, Any], column: str, place: str) -> str:
+    def text_of(self, row: Mapping[str, object], column: str, place: str) -> str:
         """A column of text. Raises `DataError` where there is none."""
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
@@ -133,9 +134,7 @@ class SpokenRows(MMDataset):
 COLUMN = "audio_codes"
 
 
-def codes_of(
-    row: Mapping[str, Any], place: str, sizes: Sequence[int], extracted_by: str, column: str = COLUMN
-) -> np.ndarray:
+def codes_of(row: JsonMapping, place: str, sizes: Sequence[int], extracted_by: str, column: str = COLUMN) -> np.ndarray:
     """The frames of a row's speech, (frames, codebooks) int64.
 
     Args:

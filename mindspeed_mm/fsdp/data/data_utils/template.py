@@ -221,7 +221,7 @@ class ChatTemplate:
                 spans[k] = (start, end + len(self._finder.mark_at(text, end) or ""))  # the next turn may be a tool's
         return ended, spans
 
-    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+    def with_variables(self, variables: Mapping[str, object]) -> ChatTemplate:
         """The same, with further variables, for prompts that are to be answered.
 
         Raises:
@@ -248,7 +248,7 @@ class ChatTemplate:
         """Whether it closes with an end mark of the format, or with the very one that would be added."""
         return self._finder.is_ended(text) or (self.turn_end is not None and text.rstrip().endswith(self.turn_end))
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: object) -> str:
         try:
             rendered, _ = self._render_jinja(
                 conversations=[messages],

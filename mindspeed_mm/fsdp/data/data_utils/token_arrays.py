@@ -59,7 +59,7 @@ def drawn_latents(part_ids: Any, token_kinds: Any, ids: Any) -> Any:
     return (part_ids < 0) & (token_kinds == LATENT)
 
 
-def token_arrays(sample: Any) -> TokenArrays:
+def token_arrays(sample: object) -> TokenArrays:
     """Read the arrays of a sample.
 
     Args:
@@ -86,7 +86,7 @@ def token_arrays(sample: Any) -> TokenArrays:
     return TokenArrays(ids, found.get("labels"), found.get("loss_weights"), beside)
 
 
-def trainable_arrays(sample: Any) -> TokenArrays:
+def trainable_arrays(sample: object) -> TokenArrays:
     """The same; raises `DataError` also where there are no labels."""
     arrays = token_arrays(sample)
     if arrays.labels is None:
@@ -94,7 +94,7 @@ def trainable_arrays(sample: Any) -> TokenArrays:
     return arrays
 
 
-def check_lengths(sample: Any) -> None:
+def check_lengths(sample: object) -> None:
     """Raise `DataError` where an array of a sample that has a number for each token is not as long as its `input_ids`.
 
     For samples that a collator of their own joins: only the last axes of what has a shape are compared. Labels are left
@@ -108,7 +108,7 @@ def check_lengths(sample: Any) -> None:
                 raise DataError(_apart(shape, ids), key=key, way_out=_OF_COLLATOR)
 
 
-def labels_apart(sample: Any) -> str:
+def labels_apart(sample: object) -> str:
     """How the labels of a sample differ in length from its `input_ids`; empty: they do not, or one has no shape."""
     for part in _parts(sample):
         ids, labels = _shape_of(part.get("input_ids")), _shape_of(part.get("labels"))
@@ -117,7 +117,7 @@ def labels_apart(sample: Any) -> str:
     return ""
 
 
-def check_batch_lengths(batch: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_batch_lengths(batch: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise `DataError` where a batch has an array along the tokens that is not as long as its token ids.
 
     Args:
@@ -137,7 +137,7 @@ _ALONG = {"input_ids": tuple(BESIDE), "decoder_input_ids": ("decoder_attention_m
 _OF_COLLATOR = "Let the data set and its collate_fn give one number for each token, padding included."
 
 
-def _parts(sample: Any) -> list[Mapping[str, Any]]:
+def _parts(sample: object) -> list[Mapping[str, Any]]:
     """A sample, or both answers of a preference pair, where they have keys."""
     if not isinstance(sample, Mapping):
         return []
@@ -145,7 +145,7 @@ def _parts(sample: Any) -> list[Mapping[str, Any]]:
     return [part for part in (sample, *pair) if isinstance(part, Mapping)]
 
 
-def _shape_of(values: Any) -> tuple[int, ...]:
+def _shape_of(values: object) -> tuple[int, ...]:
     """The shape of an array, a tensor or lists; empty of anything else."""
     if not isinstance(values, list | tuple | np.ndarray) and not hasattr(values, "shape"):
         return ()
@@ -159,14 +159,14 @@ def _apart(shape: tuple[int, ...], ids: tuple[int, ...], ids_key: str = "input_i
     return f"has shape {shape}, and {ids_key} has shape {ids}"
 
 
-def _whole_numbers(key: str, values: Any) -> np.ndarray:
+def _whole_numbers(key: str, values: object) -> np.ndarray:
     found = _numbers(key, values)
     if found.dtype.kind == "f" and len(found):
         raise DataError(f"are {found.dtype}, not whole numbers", key=key, way_out=_WAY_OUT)
     return found.astype(np.int64, copy=False)
 
 
-def _numbers(key: str, values: Any) -> np.ndarray:
+def _numbers(key: str, values: object) -> np.ndarray:
     """Read (L,) numbers, without a row axis in front of them."""
     try:
         found = np.asarray(values)

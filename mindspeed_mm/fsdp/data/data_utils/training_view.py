@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mindspeed_mm.checkpoint.hf_folder import replace_processor
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import TILE_BOUNDS, is_tiled, tile_bounds
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
@@ -160,13 +160,13 @@ def _plugins_of(param: DatasetParam, processor: object) -> dict[str, dict[str, s
     name, rows = type(processor).__name__, param.dataset_type
     found = {}
     if name in MM_PLUGINS and rows == BUILT_IN:
-        found[_MEDIA] = _entry(name, MM_PLUGINS.get(name))
+        found[_MEDIA] = _part_entry(name, MM_PLUGINS.get(name))
     if rows in data_register and rows not in dataset_modules():
-        found[_ROWS] = _entry(rows, data_register.get(rows))
+        found[_ROWS] = _part_entry(rows, data_register.get(rows))
     return found
 
 
-def _entry(name: str, kind: Any) -> dict[str, str]:
+def _part_entry(name: str, kind: Any) -> dict[str, str]:
     return {"name": name, "class": f"{kind.__module__}.{kind.__qualname__}"}
 
 
@@ -188,7 +188,7 @@ def told_view(dataset_param: DatasetParam) -> View:
     return view
 
 
-def _only(keys: Iterable[str], values: Mapping[str, Any] | Section) -> dict[str, Any]:
+def _only(keys: Iterable[str], values: Mapping[str, object] | Section) -> JsonObject:
     return {key: values[key] for key in keys if key in values}
 
 
@@ -461,9 +461,9 @@ def _change_old_file(path: Path, setting: Override) -> None:
         _store(path, content | {setting.name: setting.value})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _store(path: Path, content: dict[str, Any]) -> None:
+def _store(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

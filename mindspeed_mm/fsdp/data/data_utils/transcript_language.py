@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ def _generation_settings(folder: Path) -> dict[str, Any]:
     return read_json_object(path, ModelFolderError) if path.is_file() else {}
 
 
-def _forced(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:
+def _forced(settings: JsonObject, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:
     """Language and task of older folders: `forced_decoder_ids`, pairs of place and token, such as [[1, 50259], …]. A
     token that is null stands for a language that is to be found out; models of English alone have none at all."""
     forced = dict(settings.get("forced_decoder_ids") or ())

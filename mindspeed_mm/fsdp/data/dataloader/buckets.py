@@ -143,7 +143,7 @@ class BucketOrder(Order):
         return Planned(step, DataPosition(epoch, int(layout.step_starts[number + 1])))
 
     def go_on(
-        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+        self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """As `Order.go_on`. Steps of other micro-batches are other steps: the place in the epoch is kept when one of
         today's begins there and those before it take the same samples as the ones that were done.

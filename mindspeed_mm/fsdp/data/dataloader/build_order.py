@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder, MixedBucketOrder
@@ -101,7 +100,7 @@ def _by_media_size(
         raise ConfigError("generators have no patches", key=_PATCHES_KEY, way_out=f"Set {TOKENS_KEY} instead.")
     is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
     assert dataset.sizes is not None and dataset.geometry is not None
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "seed": seed,
         "shuffle": not is_sequential,
         "drop_last": dataloader_param.drop_last,

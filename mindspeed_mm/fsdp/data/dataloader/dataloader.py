@@ -120,7 +120,7 @@ class MMDataLoader:
         """Optimizer steps until `epochs` epochs are done."""
         return self.order.steps_for(epochs)
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved; returns what to say of it, empty when nothing changes.
 
         Args:

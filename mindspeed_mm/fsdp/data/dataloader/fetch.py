@@ -332,7 +332,7 @@ class Policy:
 _TYPE_KEY = "data.dataset_param.dataset_type"
 
 
-def completed(batch: Any, names: Sequence[str]) -> Batch:
+def completed(batch: object, names: Sequence[str]) -> Batch:
     """The batch as training takes it.
 
     Args:
@@ -404,7 +404,7 @@ def _labels_of(batch: Batch) -> torch.Tensor:
     )
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return f"a {type(value).__name__}"

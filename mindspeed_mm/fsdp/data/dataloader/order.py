@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.counts import is_count
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, SequentialSampler
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
@@ -53,7 +54,7 @@ class DataPosition:
     rollout: RolloutPlace | None = None
     """Where samples are answers to the drawn prompts: the position is the one behind the prompts of this rollout."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the position as plain values for a checkpoint, which `from_dict` reads; empty fields are left out."""
         state: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
         if self.pending:
@@ -160,7 +161,7 @@ class Order(ABC):
         """
 
     def go_on(
-        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+        self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """Where a resumed run goes on.
 

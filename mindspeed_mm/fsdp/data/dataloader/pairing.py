@@ -69,7 +69,7 @@ class PairedOrder(BucketOrder):
         max_tokens: int | None = None,
         **settings: Any,
     ) -> None:
-        self._sides = _sides(is_prior, sizes)
+        self._sides = _sides_of_one_size(is_prior, sizes)
         if max_tokens is None and deal.micro_batch_size % 2:
             raise ConfigError(
                 f"{deal.micro_batch_size} is odd, but a micro-batch has as many samples of the subject as of its prior",
@@ -109,7 +109,7 @@ class PairedOrder(BucketOrder):
         return self._all.one_pass()
 
     def go_on(
-        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+        self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """As `BucketOrder.go_on`; a run that did not pair its samples goes on at an epoch.
 
@@ -148,7 +148,7 @@ class PairedOrder(BucketOrder):
         return permutation(count, derive_seed(self._seed, "pairs", which, side), epoch)
 
 
-def _sides(is_prior: Sequence[bool], sizes: Sequence[MediaSize]) -> list[_OneSize]:
+def _sides_of_one_size(is_prior: Sequence[bool], sizes: Sequence[MediaSize]) -> list[_OneSize]:
     found: dict[MediaSize, _OneSize] = {}
     for row, (size, prior) in enumerate(zip(sizes, is_prior, strict=True)):
         sides = found.setdefault(size, _OneSize(size, [], []))

@@ -63,7 +63,9 @@ class SideProcess(Generic[Asked, Answer]):
             return
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(job, theirs, self._ours, os.getpid()), daemon=True)
+        self._process = context.Process(
+            target=_answer_requests, args=(job, theirs, self._ours, os.getpid()), daemon=True
+        )
         self._process.start()
         self._end = weakref.finalize(self, _kill, self._process)  # multiprocessing would wait for it at the exit
         theirs.close()
@@ -112,7 +114,7 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def _answer(job: SideJob[Any, Any], channel: Connection, of_parent: Connection, parent: int) -> None:
+def _answer_requests(job: SideJob[object, object], channel: Connection, of_parent: Connection, parent: int) -> None:
     """Answer until the trainer is gone: workers that are forked later may hold its end of the pipe open."""
     of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
@@ -132,7 +134,7 @@ def _answer(job: SideJob[Any, Any], channel: Connection, of_parent: Connection, 
         channel.send(_answered(job, asked))
 
 
-def _answered(job: SideJob[Any, Any], asked: Any) -> Any:
+def _answered(job: SideJob[object, object], asked: object) -> object:
     try:
         return job(asked)
     except MMError as error:

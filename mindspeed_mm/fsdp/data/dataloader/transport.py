@@ -13,11 +13,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.byte_pixels import bytes_of
 from mindspeed_mm.fsdp.utils.device import copied_to, current_device
 
@@ -34,7 +35,7 @@ class PackedBatch:
     size_bytes: int
     tensors: tuple[tuple[str, int, int, torch.dtype, tuple[int, ...]], ...]
     """Name, first byte, bytes, type and shape."""
-    others: dict[str, Any]
+    others: JsonObject
 
 
 class SharedSlots:
@@ -102,7 +103,7 @@ def preloaded(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         return
     stream, waiting = torch.Stream(device), None
     for step in steps:
-        _begin(step, device, stream)
+        _begin_copies(step, device, stream)
         if waiting is not None:
             yield waiting
         waiting = step
@@ -124,7 +125,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy.tensor
 
 
-def _begin(step: list[Batch], device: torch.device, stream: torch.Stream) -> None:
+def _begin_copies(step: list[Batch], device: torch.device, stream: torch.Stream) -> None:
     arrived, copies = torch.Event(device), []
     with stream:
         for batch in step:

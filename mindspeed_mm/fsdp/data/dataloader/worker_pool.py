@@ -102,7 +102,7 @@ class WorkerPool:
     def _workers(self) -> Sequence[Any]:
         return getattr(self._iterator, "_workers", ())
 
-    def _start(self, requests: _Recorded) -> Any:
+    def _start(self, requests: _Recorded) -> object:
         options = self._options
         loader = DataLoader(
             self._maker,

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, Problem
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.kept_hashes import kept_sha256
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import absent_encoders, encoder_files
@@ -51,12 +51,12 @@ class Description:
     family: str
     """Class of the transformer that the features are for."""
     task: str
-    geometry: Mapping[str, Any]
+    geometry: JsonMapping
     """Geometry of the VAE and the transformer, see `MediaGeometry`."""
     model_folder: str
     """Where the encoders were."""
     components: Components
-    preprocessing: Mapping[str, Any]
+    preprocessing: JsonMapping
     """What decides which pixels are made of a medium."""
     dtype: str | None
     """That encoders were run in; None: each as its folder stores it. With how they were quantised, where they were."""
@@ -66,7 +66,7 @@ class Description:
     rows_fingerprint: str
     """Fingerprint of media, captions, further columns and sizes, in their order."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    component_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    component_configs: Mapping[str, JsonObject] = field(default_factory=dict)
     """What sizes follow from, for folders that lack the component: `vae` → its config.json."""
     contents: FeatureSetContents | None = None
     """None while it is not finished."""
@@ -136,7 +136,7 @@ def check_fits(description: Description, adapter: DiffusionAdapter, path: Path) 
             )
 
 
-def _check_version(content: Mapping[str, Any], path: Path) -> None:
+def _check_version(content: Mapping[str, object], path: Path) -> None:
     version = content.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise DataError(
@@ -158,11 +158,11 @@ def _differences(before: Description, now: Description) -> Iterator[tuple[str, s
             yield f"geometry.{name}", f"{_plain(was.get(name))} then, {_plain(new.get(name))} now"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(values: Mapping[str, object]) -> JsonObject:
     """As JSON gives them back: it has lists, no tuples."""
     plain = dict(values)
     for name, value in values.items():
@@ -301,7 +301,7 @@ def component_problems(before: Components, now: Components, folder: Path) -> lis
     return problems
 
 
-def from_json(content: Mapping[str, Any]) -> Components:
+def from_json(content: JsonMapping) -> Components:
     """Rebuild the components, with their files' marks, from the content of `features.json`."""
     components: dict[str, dict[str, FileMark]] = {}
     for name, files in content.items():

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from mindspeed_mm.checkpoint.safetensors_file import read_header, write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaSize
 
 TensorFacts = tuple[str, tuple[int, ...]]
@@ -87,7 +87,7 @@ class FeatureRecord:
         """How many views of the medium were encoded."""
         return 1 + sum(name.startswith("latents@") for name in self.tensors)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """A line of the index."""
         size = [self.size.frames, self.size.height, self.size.width]
         beside = [self.size.sound, self.size.pictures, self.size.lacks_video]
@@ -97,7 +97,7 @@ class FeatureRecord:
         return {**vars(self), "size": [*size, *beside]}
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:
+    def from_json(cls, line: JsonMapping) -> FeatureRecord:
         """What `to_json` gave.
 
         Raises:
@@ -115,7 +115,7 @@ class FeatureRecord:
 _NAMES = tuple(entry.name for entry in fields(FeatureRecord))
 
 
-def _as_pair(value: Sequence[Any]) -> tuple[str, Any]:
+def _as_pair(value: Sequence[object]) -> tuple[str, object]:
     """dtype and shape, or file and name in it; lists of JSON become tuples. Raises `ValueError` for anything else."""
     first, second = value
     return str(first), tuple(second) if isinstance(second, list) else str(second)
@@ -286,6 +286,6 @@ def _from_text(text: str) -> FileFacts:
     told, _, body = text.partition(" ")
     if hashlib.sha256(body.encode()).hexdigest()[:32] != told:
         raise ValueError("its list of rows has changed")
-    content: dict[str, Any] = parse_json(body)
+    content: JsonObject = parse_json(body)
     records = [FeatureRecord.from_json(line) for line in content.pop("records")]
     return FileFacts(**content | {"records": records, "skipped": [SkippedRow(**row) for row in content["skipped"]]})

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_kinds import is_feature_set
 from mindspeed_mm.core.folder_writing import resolve_output
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.core.kept_hashes import Mark, mark_of
 from mindspeed_mm.fsdp.data.feature_store.description import Description, FeatureSetContents
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
@@ -289,10 +288,10 @@ def write_index(
     work = work or FinishedWork.read(folder, description.first_batch)
     records, skipped = [*kept, *work.records], [*unreadable, *work.skipped]
     records.sort(key=lambda record: record.row)
-    lines: list[dict[str, Any]] = []
+    lines: list[JsonObject] = []
     cut = empty = 0
     for record in records:
-        lines.append(_placed(record, work.homes, folder.path).to_json())
+        lines.append(_placed_record(record, work.homes, folder.path).to_json())
         cut += record.cut_captions > 0
         empty += not all(map(str.strip, record.captions))
     shards = {span.path.name: span.path.stat().st_size for span in folder.shards()}
@@ -343,12 +342,12 @@ def read_skipped(path: Path) -> list[SkippedRow]:
     return skipped
 
 
-def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
+def _placed_record(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
     """A row with the tensors that are its own, and those that it shares with older rows."""
     stem = record.own_stem
     shard, tensors = homes.get(stem, ("", {}))
     found, places = dict(tensors), dict[str, tuple[str, str]]()
-    for name, home, stored in _shared(record, homes):
+    for name, home, stored in _shared_names(record, homes):
         found[name] = homes[home][1][stored]
         places[name] = (homes[home][0], f"{home}/{stored}")
     if "latents" not in found:
@@ -360,7 +359,7 @@ def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
     return replace(record, shard=shard or places["latents"][0], tensors=found, places=places)
 
 
-def _shared(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str]]:
+def _shared_names(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str]]:
     """Name without the key, stem of the older row, and name there, of what a row shares."""
     if record.media_stem in homes:
         for stored in homes[record.media_stem][1]:
@@ -376,5 +375,5 @@ def _shared(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str
                 yield f"{name}/{number}", home, stored
 
 
-def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def _write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     atomic_write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

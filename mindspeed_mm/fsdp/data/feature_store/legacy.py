@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import CheckpointError, DataError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -61,7 +60,7 @@ class LegacyFeatureStore(UnmarkedFeatures):
 
     def __init__(self, folder: Path, adapter: DiffusionAdapter) -> None:
         self.folder, self._geometry = folder, adapter.geometry
-        self._files = [_row(number, line, folder) for number, line in _lines(folder / LIST_FILE)]
+        self._files = [_legacy_row(number, line, folder) for number, line in _lines(folder / LIST_FILE)]
         _check_distinct(self._files, folder)
 
     def __len__(self) -> int:
@@ -89,7 +88,7 @@ class LegacyFeatureStore(UnmarkedFeatures):
         size = _pixel_size(latents, self._geometry, self.folder / name)
         return FeatureRecord(number, key, f"{LIST_FILE}:{number + 1}", name, captions, size)
 
-    def _load(self, index: int) -> dict[str, Any]:
+    def _load(self, index: int) -> JsonObject:
         path = self.folder / self._files[index][0]
         content = load_table(path)
         for name in ("video", "prompt_ids"):
@@ -104,7 +103,7 @@ def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def load_table(path: Path) -> dict[str, Any]:
+def load_table(path: Path) -> JsonObject:
     """The table of tensors and numbers in a `.pt` file. Raises `DataError` when it holds none."""
     try:
         content = load_weights(path)
@@ -119,7 +118,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     return [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
 
 
-def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
+def _legacy_row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Name of the `.pt` file, and the caption."""
     where = f"{folder / LIST_FILE}:{number}"
     try:
@@ -135,7 +134,7 @@ def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
     return name, (_caption(content),)
 
 
-def _caption(row: Mapping[str, Any]) -> str:
+def _caption(row: JsonMapping) -> str:
     """Of several the older tool took one, and did not say which."""
     for name in _CAPTION_COLUMNS:
         if name in row:
@@ -173,7 +172,7 @@ def _pixel_size(latents: torch.Tensor, geometry: MediaGeometry, path: Path) -> M
     return MediaSize(frames, height * geometry.spatial_ratio, width * geometry.spatial_ratio)
 
 
-def _text_features(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _text_features(content: JsonMapping) -> dict[str, torch.Tensor]:
     """Of a list, what has tokens is `prompt_embeds`, a single vector is `pooled_prompt_embeds`."""
     texts, masks = content["prompt_ids"], content.get("prompt_mask")
     if not isinstance(texts, list):
@@ -310,7 +309,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
         return latents
 
 
-def _tensor(content: dict[str, Any], path: Path) -> torch.Tensor:
+def _tensor(content: Mapping[str, object], path: Path) -> torch.Tensor:
     latents = content.get("latents")
     if not isinstance(latents, torch.Tensor) or not latents.is_floating_point():
         raise DataError("holds no latents under 'latents'", where=str(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.feature_store.description import Components, Description, check_fits, read_description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     DamagedFile,
@@ -57,7 +58,7 @@ class FeatureStore(Protocol):
         """Rows that could not be used; None when nobody knows which rows there were."""
 
     @property
-    def preprocessing(self) -> Mapping[str, Any] | None:
+    def preprocessing(self) -> JsonMapping | None:
         """What decided which pixels were made of a medium; None when nobody knows."""
 
     @property
@@ -125,7 +126,7 @@ class ShardedFeatureStore:
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         return self.__dict__ | {"_open": {}}
 
     @property
@@ -152,7 +153,7 @@ class ShardedFeatureStore:
         return read_skipped(self._skipped)
 
     @property
-    def preprocessing(self) -> Mapping[str, Any]:
+    def preprocessing(self) -> JsonMapping:
         """What decided which pixels were made of a medium."""
         return self.description.preprocessing
 

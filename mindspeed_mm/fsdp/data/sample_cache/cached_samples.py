@@ -409,7 +409,7 @@ class _RowEncoder(Dataset[Encoded]):
             writer.add(key, record, size.tokens, size.patches)
 
 
-def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
+def _spread(work: Dataset[object], workers: int) -> Iterator[Any]:
     """What `work` gives for 0, 1, 2 …, in this order, made by processes: torch's, which end when this one is killed."""
     loader = DataLoader(
         work,
@@ -431,7 +431,7 @@ def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
         ) from error
 
 
-def _pass_sample(value: Any) -> Any:
+def _pass_sample(value: object) -> object:
     return value
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 
 _HEAD = struct.Struct("<I")
@@ -41,7 +42,7 @@ class UnknownPart(TypeError):
     """A sample holds something that cannot be kept."""
 
 
-def pack(sample: Mapping[str, Any], place: str) -> bytes:
+def pack(sample: Mapping[str, object], place: str) -> bytes:
     """The record of a sample.
 
     Args:
@@ -53,7 +54,7 @@ def pack(sample: Mapping[str, Any], place: str) -> bytes:
     """
     writer = _Writer(place)
     plan = json.dumps(writer.plan(sample), ensure_ascii=False, separators=(",", ":")).encode()
-    return b"".join([_HEAD.pack(len(plan)), _padded(_HEAD.size, plan), *writer.blocks])
+    return b"".join([_HEAD.pack(len(plan)), _aligned_content(_HEAD.size, plan), *writer.blocks])
 
 
 def unpack(record: bytearray, place: str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class _Writer:
             return ["media", [self.plan(getattr(value, entry.name)) for entry in fields(value)]]
         raise UnknownPart(f"{type(value).__name__} in a sample cannot be kept")
 
-    def _entry(self, owner: Mapping[str, Any], name: str) -> Plan:
+    def _entry(self, owner: Mapping[str, object], name: str) -> Plan:
         value = owner[name]
         if not isinstance(name, str):
             raise UnknownPart(f"the key {name!r} of a sample cannot be kept")
@@ -126,7 +127,7 @@ class _Writer:
             if low == high:
                 return [None, low]
             array = array.astype(_narrowest(low, high), copy=False)
-        start, content = self._end, _padded(0, array.tobytes())
+        start, content = self._end, _aligned_content(0, array.tobytes())
         self.blocks.append(content)
         self._end += len(content)
         return [array.dtype.name, start]
@@ -142,7 +143,7 @@ class _Reader:
         """The value of a plan."""
         return _READ[plan[0]](self, *plan[1:]) if type(plan) is list else plan
 
-    def dict_(self, entries: dict[str, Plan]) -> dict[str, Any]:
+    def dict_(self, entries: dict[str, Plan]) -> JsonObject:
         """Labels come after the token ids that they repeat, whichever stands first."""
         built: dict[str, Any] = dict.fromkeys(entries)  # keeps the order of the keys
         spans = {}
@@ -169,10 +170,10 @@ class _Reader:
             return torch.from_numpy(self.array("int16", shape, stored, start)).view(torch.bfloat16)
         return torch.from_numpy(self.array(dtype, shape, stored, start))
 
-    def list_(self, parts: list[Plan]) -> list[Any]:
+    def list_(self, parts: list[Plan]) -> list[object]:
         return [self.build(part) for part in parts]
 
-    def tuple_(self, parts: list[Plan]) -> tuple[Any, ...]:
+    def tuple_(self, parts: list[Plan]) -> tuple[object, ...]:
         return tuple(self.build(part) for part in parts)
 
     def media(self, parts: list[Plan]) -> MediaFeatures:
@@ -184,7 +185,7 @@ class _Reader:
         return self._place + rest
 
 
-_READ: dict[str, Callable[..., Any]] = {
+_READ: dict[str, Callable[..., object]] = {
     "dict": _Reader.dict_,
     "list": _Reader.list_,
     "tuple": _Reader.tuple_,
@@ -227,5 +228,5 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _padded(before: int, content: bytes) -> bytes:
+def _aligned_content(before: int, content: bytes) -> bytes:
     return content + bytes(_aligned(before + len(content)) - before - len(content))

@@ -20,11 +20,10 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ class CacheFolder:
         settings: See `identity.settings_of`.
     """
 
-    def __init__(self, root: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, root: Path, settings: Mapping[str, object]) -> None:
         self.path = root / digest_of(settings)
         self._settings = settings
 
@@ -268,7 +267,7 @@ class SegmentWriter:
         if not self._entries:
             return
         index = np.array(self._entries, dtype=ENTRY).tobytes()
-        footer = _FOOTER.pack(self.bytes, len(self._entries), _checksum(index), _MAGIC)
+        footer = _FOOTER.pack(self.bytes, len(self._entries), _index_checksum(index), _MAGIC)
         path = self._folder / f"segment-{uuid.uuid4().hex}{SUFFIX}"
         with atomic_file(path) as draft, draft.open("wb") as file:
             file.writelines([_MAGIC, *self._records, index, footer])
@@ -292,7 +291,7 @@ def read_entries(path: Path) -> np.ndarray:
             raise DamagedSegment(f"has {size} bytes, which differs from its index", where=str(path))
         file.seek(start)
         index = file.read(count * ENTRY.itemsize)
-    if _checksum(index) != told:
+    if _index_checksum(index) != told:
         raise DamagedSegment("its index has changed", where=str(path))
     return np.frombuffer(index, dtype=ENTRY)
 
@@ -344,5 +343,5 @@ _MOST_OPEN = 128
 """Files that a process holds open."""
 
 
-def _checksum(index: bytes) -> bytes:
+def _index_checksum(index: bytes) -> bytes:
     return hashlib.blake2b(index, digest_size=16).digest()

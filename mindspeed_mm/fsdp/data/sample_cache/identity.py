@@ -13,12 +13,13 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import sha256_file
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import data_utils
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
@@ -57,7 +58,7 @@ _WEIGHTS = frozenset(
 )
 
 
-def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str, Any]:
+def settings_of(dataset_param: DatasetParam, plugin: object = None) -> JsonObject:
     """Everything but the row that shapes a sample, as a person can read it.
 
     Args:
@@ -84,7 +85,7 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str,
     }
 
 
-def digest_of(settings: dict[str, Any]) -> str:
+def digest_of(settings: Mapping[str, object]) -> str:
     """Return a name for settings: 16 hexadecimal digits of the SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -104,14 +105,14 @@ class SampleKeys:
         content = json.dumps(self._content(sample), ensure_ascii=True, default=_of_bytes)
         return hashlib.blake2b(content.encode(), digest_size=KEY_BYTES).digest()
 
-    def _content(self, sample: Sample) -> list[Any]:
+    def _content(self, sample: Sample) -> list[object]:
         media = []
         for item in sample.media:
             media.append((item.kind, item.source, list(map(self._facts, _names(item)))))
         rejected = None if sample.rejected is None else self._content(sample.rejected)
         return [sample.messages, sample.weights, media, sample.tools, sample.text, rejected]
 
-    def _facts(self, name: str) -> list[Any]:
+    def _facts(self, name: str) -> list[object]:
         """What the file system says of a medium; of a folder, of all in it."""
         path = os.path.join(self._folder, name)  # noqa: PTH118 (a million times at a start)
         try:
@@ -141,7 +142,7 @@ def _names(item: MediaItem) -> Iterator[str]:
             waiting += source
 
 
-def _of_bytes(value: object) -> Any:
+def _of_bytes(value: object) -> object:
     """Media that stand in the row itself, by content; times and the like of parquet files, as they print."""
     if isinstance(value, bytes | bytearray | memoryview):
         return {"sha256": hashlib.sha256(value).hexdigest()}

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
@@ -76,7 +77,7 @@ class SpreadSample:
             self._shares[streams] = ContextShare(self._groups, layout)
         return self._shares[streams]
 
-    def own(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
+    def own(self, value: object, along: Along | tuple[Along, ...]) -> Any:
         """Own tokens of a tensor, or of each of several; what is not a tensor, or not of the whole length, stays."""
         if isinstance(value, tuple | list):
             along_each = along if isinstance(along[0], tuple) else (along,) * len(value)
@@ -294,7 +295,7 @@ def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Stream
     """
     processor = copy.copy(module.processor)
     call = _call_of(processor)
-    others: dict[str, Any] = {}
+    others: JsonObject = {}
     if _attends_by(processor, _DISPATCH):
         others[_DISPATCH] = _dispatching(sample, streams, call.__globals__[_DISPATCH])
     if _attends_by(processor, _SDPA):

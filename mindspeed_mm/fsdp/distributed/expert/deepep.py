@@ -33,7 +33,7 @@ class DeepEPBuffer:
         self._ranks, self._row_bytes = ranks, 0
         self._buffer: Any = None
 
-    def for_rows(self, rows_TH: torch.Tensor) -> Any:
+    def for_rows(self, rows_TH: torch.Tensor) -> object:
         """The `deep_ep.Buffer`, with room for rows of this width; collective where it must grow."""
         row_bytes = rows_TH.shape[1] * rows_TH.element_size()
         if row_bytes > self._row_bytes:

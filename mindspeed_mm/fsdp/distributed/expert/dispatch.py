@@ -159,7 +159,7 @@ class PluginExpertForward:
     leading: Args
     named: Kwargs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call `ep_forward` with the given arguments; the group and plan that it asked for come first or by name."""
         return self.method(*self.leading, *args, **self.named, **kwargs)
 

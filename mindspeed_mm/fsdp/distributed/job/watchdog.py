@@ -83,7 +83,7 @@ class Watchdog:
         one host, where the launcher knows it. Takes `_NOTICING` grace periods, at most twice."""
         if len(set(self.hosts)) < 2:
             return ""
-        places = _places("lost the other ranks", _NOTICING * self._grace_s)
+        places = _places_of_ranks("lost the other ranks", _NOTICING * self._grace_s)
         absent = {rank: place for rank, place in places.items() if place in (SILENT, UNKNOWN)}
         return "; ".join(self._lines(absent))
 
@@ -113,7 +113,7 @@ class Watchdog:
         expired = time.monotonic()
         place = f"{phase.name} for more than {phase.limit_s:g} s, {_current_line(self._watched)}"
         # On a thread: the folder may be on a network that is gone, and this process must leave all the same.
-        report = threading.Thread(target=lambda: self._report(_places(place, self._grace_s)), daemon=True)
+        report = threading.Thread(target=lambda: self._report(_places_of_ranks(place, self._grace_s)), daemon=True)
         report.start()
         report.join(4 * self._grace_s + 1.0)
         # A rank that leaves tears down connections, and its peers with them: all stay until all have reported.
@@ -207,7 +207,7 @@ def _is_in(file: str, libraries: Sequence[str]) -> bool:
 _OWN = f"{Path(__file__).parents[3]}{os.sep}"
 
 
-def _places(own: str, grace_s: float) -> dict[int, str]:
+def _places_of_ranks(own: str, grace_s: float) -> dict[int, str]:
     """Rank → place, for all ranks of the job. A store that fails, cannot be reached, or is held by the hung thread,
     costs the grace period and leaves the others' places unknown."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -173,7 +173,7 @@ def _tolerate_unused(model: nn.Module) -> None:
     """Let passes that do not communicate leave out units that no pass has run yet, such as a tower before the first
     picture: torch (2.11 to 2.13) raises there, where a pass that communicates leaves them out."""
 
-    def converted(parameter: Any, plain: Callable[[], None]) -> None:
+    def converted(parameter: object, plain: Callable[[], None]) -> None:
         if has_all(parameter, "_unsharded_param"):
             plain()
 

@@ -38,14 +38,14 @@ class RootOutput:
         """From now on the caller gets the object again, with the tensors that sharding has seen."""
         self._root.register_forward_hook(self._restore)
 
-    def _show(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+    def _show(self, _module: nn.Module, _inputs: object, output: object) -> object:
         self._hidden = None
         if not hides_tensors(output):
             return None  # leaves the output as it is
         self._hidden = output
         return dict(vars(output))
 
-    def _restore(self, _module: nn.Module, _inputs: object, shown: Any) -> Any:
+    def _restore(self, _module: nn.Module, _inputs: object, shown: object) -> Any:
         if self._hidden is None:
             return None
         output, self._hidden = copy.copy(self._hidden), None

@@ -32,12 +32,12 @@ class TensorRanks(AxisRanks):
 
 def copy_to_ranks(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Into a split layer: the tensor as it is; gradients of all ranks are summed."""
-    return with_gradient(tensor, ranks, _same, all_reduce)
+    return with_gradient(tensor, ranks, _identity_view, all_reduce)
 
 
 def sum_over_ranks(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Out of a split layer: the sum over ranks; the gradient as it is."""
-    return with_gradient(tensor, ranks, all_reduce, _same)
+    return with_gradient(tensor, ranks, all_reduce, _identity_view)
 
 
 def sum_of_all(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -47,7 +47,7 @@ def sum_of_all(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 
 def sum_gradient(parameter: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """A replicated parameter that each rank uses on its own tokens or heads: gradients are summed, in fp32 at least."""
-    return with_gradient(parameter, ranks, _same, _all_reduce_precisely)
+    return with_gradient(parameter, ranks, _identity_view, _all_reduce_precisely)
 
 
 def gather_features(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _all_reduce_precisely(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Ten
     return all_reduce(wide, ranks).to(tensor.dtype)
 
 
-def _same(tensor: torch.Tensor, _ranks: TensorRanks) -> torch.Tensor:
+def _identity_view(tensor: torch.Tensor, _ranks: TensorRanks) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 

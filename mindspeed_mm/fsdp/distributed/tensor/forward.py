@@ -73,7 +73,7 @@ class LocalForward:
         self._forward: Forward = module.forward  # bound: a deep copy of the module takes its own along
         self._module, self._ranks = module, ranks
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's own forward while its parameters are replaced by what `local` returns."""
         own: dict[str, torch.Tensor | None] = {}
         for name, parameter in self._module.named_parameters(recurse=False, remove_duplicate=False):
@@ -108,7 +108,7 @@ class ColumnForward(LocalForward):
         super().__init__(module, ranks)
         self._entry, self._blocks, self._gathers = entry, blocks, gathers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """(…, in) → (…, out / ranks)."""
         tensor, *rest = args
         if self._entry is not None:
@@ -137,7 +137,7 @@ class RowForward(LocalForward):
         super().__init__(module, ranks)
         self._to_own_tokens, self._blocks = to_own_tokens, blocks
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """(…, in / ranks) → (…, out)."""
         partial = super().__call__(*args, **kwargs)
         bias: torch.Tensor | None = self._module._parameters.get("bias")
@@ -159,7 +159,7 @@ class RowForward(LocalForward):
 class EmbeddingForward(LocalForward):
     """An embedding cut by rows: tokens of other ranks give zeros, the sum over ranks gives all."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """ids (…) → (…, H)."""
         ids, *rest = args
         rows = self._module.weight.shape[0] // self._ranks.size  # type: ignore[index, operator, union-attr]

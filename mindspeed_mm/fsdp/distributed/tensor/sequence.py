@@ -144,7 +144,7 @@ class _Borders:
 
         return tree_map_only(torch.Tensor, shared, (args, kwargs))
 
-    def join(self, _module: nn.Module, _args: object, output: Any) -> torch.Tensor | tuple[Any, ...]:
+    def join(self, _module: nn.Module, _args: object, output: Any) -> torch.Tensor | tuple[object, ...]:
         if isinstance(output, torch.Tensor):
             return join_tokens(output, self._ranks, self._length)
         return (join_tokens(output[0], self._ranks, self._length), *output[1:])

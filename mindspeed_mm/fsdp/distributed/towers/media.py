@@ -177,7 +177,7 @@ class SharedMedia:
             torch.manual_seed(seed + self._rank)
         return (pixels,), given
 
-    def _after(self, tower: nn.Module, _: object, output: Any) -> Any:
+    def _after(self, tower: nn.Module, _: object, output: object) -> Any:
         """Features of the own media instead of those that were encoded here. All levels of features travel together,
         side by side, and are put back into an output of the same shape."""
         if self._in_step:

@@ -121,7 +121,7 @@ def build_trip(
             sent[target].append(from_places[item])
         if target == rank:
             received[source].append(to_places[item])
-    return Trip(_numbers(sent), [*map(_length, sent)], _numbers(received), [*map(_length, received)], rows)
+    return Trip(_numbers(sent), [*map(_total_length, sent)], _numbers(received), [*map(_total_length, received)], rows)
 
 
 def _numbers(by_rank: Sequence[Sequence[range]]) -> Tensor:
@@ -129,7 +129,7 @@ def _numbers(by_rank: Sequence[Sequence[range]]) -> Tensor:
     return torch.cat([*rows, torch.empty(0, dtype=torch.long)])
 
 
-def _length(spans: Sequence[range]) -> int:
+def _total_length(spans: Sequence[range]) -> int:
     return sum(map(len, spans))
 
 

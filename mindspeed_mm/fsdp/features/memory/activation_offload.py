@@ -55,7 +55,7 @@ class OffloadedForward:
         self._module = module
         self._traffic = traffic
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Outputs of the module, the very same."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
@@ -108,8 +108,8 @@ class ModuleCall:
         for own in (*self.module.parameters(), *self.module.buffers()):
             if id(own) not in self._seen:
                 self._seen.add(id(own))
-                self._own.add(_address(own))
-        return _address(tensor) in self._own
+                self._own.add(_storage_address(own))
+        return _storage_address(tensor) in self._own
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _can_travel(tensor: torch.Tensor) -> bool:
     )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     """Of its storage on this rank; 0 where it has none."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():

@@ -88,7 +88,7 @@ class SlicedForward:
         self._by_name = {parameters[place] for place in plan.chunk_arg_indexs if place < len(parameters)}
         """Arguments given by place, should the caller give them by name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Outputs of the module for all rows.
 
         Raises:
@@ -163,7 +163,7 @@ class SlicedForward:
         cut_value: Value = tree_map_only(torch.Tensor, cut, value)
         return cut_value
 
-    def _join(self, parts: Sequence[Any], lengths: Sequence[int]) -> object:
+    def _join(self, parts: Sequence[object], lengths: Sequence[int]) -> object:
         first, dim = parts[0], self._plan.batch_dim
         if not isinstance(first, torch.Tensor):
             return first
@@ -193,7 +193,7 @@ class SlicedForward:
         for shape in self._shapes(value):
             if shape[self._plan.batch_dim] not in (1, rows):
                 raise ConfigError(
-                    f"{_said(key)} of '{self._name}' has the shape {shape}, but there are {rows} rows",
+                    f"{_argument_words(key)} of '{self._name}' has the shape {shape}, but there are {rows} rows",
                     key=NAMES if isinstance(key, str) else PLACES,
                     way_out="Take it out, or set features.chunkmbs_plan.batch_dim to the dimension of the rows.",
                 )
@@ -204,8 +204,8 @@ class SlicedForward:
             if shape[self._plan.batch_dim] == rows:
                 where = NAMES if isinstance(key, str) else PLACES
                 raise ConfigError(
-                    f"{_said(key)} of '{self._name}' has the shape {shape}, {rows} rows, and is not among those that "
-                    "are sliced",
+                    f"{_argument_words(key)} of '{self._name}' has the shape {shape}, {rows} rows, and is not among "
+                    "those that are sliced",
                     key=where,
                     way_out=f"Add {key!r} to it.",
                 )
@@ -221,5 +221,5 @@ class SlicedForward:
             yield shape[self._plan.batch_dim]
 
 
-def _said(key: Key) -> str:
+def _argument_words(key: Key) -> str:
     return f"argument '{key}'" if isinstance(key, str) else f"argument {key}"

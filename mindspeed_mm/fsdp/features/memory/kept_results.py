@@ -191,7 +191,7 @@ class KeptForward:
         self._forward: Forward = module.forward
         self._key = key
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """What the module returns, or returned."""
         kept = _CURRENT.get()
         if kept is None:
@@ -209,7 +209,7 @@ class _Call:
     random: dict[str, torch.Tensor]
     """State of the generators after it: what follows draws the same twice."""
 
-    def hand_out(self, key: str) -> Any:
+    def hand_out(self, key: str) -> object:
         """The result once more.
 
         Raises:
@@ -257,7 +257,7 @@ class _KeptCalls:
             return next(self._again).hand_out(key)
         # Torch's checkpoint lets autograd save a promise to compute again instead of tensors. The innermost hooks for
         # saved tensors win: what this call saves stays as it is.
-        with saved_tensors_hooks(torch.Tensor.detach, _unchanged), self._unseen():
+        with saved_tensors_hooks(torch.Tensor.detach, _kept_as_it_is), self._unseen():
             result = forward(*args, **kwargs)
         kept = tree_map_only(torch.Tensor, _alike, result)
         self._calls.append(_Call(kept, _versions(kept), rng_state()))
@@ -308,7 +308,7 @@ def _contexts_of_calls(operations: frozenset[str]) -> tuple[Context, Context]:
     return _KeptCalls(operations).contexts()
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _kept_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

@@ -85,7 +85,7 @@ class RecomputedForward:
             if tokens is not None and tokens not in self._real_tokens:
                 self._real_tokens.append(tokens)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Outputs of the module, of the same types as without recomputation."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
@@ -117,7 +117,7 @@ class RecomputedForward:
 
         return forward
 
-    def _reentrant(self, forward: Forward, leaves: Sequence[object], structure: TreeSpec) -> Any:
+    def _reentrant(self, forward: Forward, leaves: Sequence[object], structure: TreeSpec) -> object:
         """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""
         of_outputs = structure  # until a pass has run
 

@@ -9,7 +9,6 @@ forward pass holds on to weights that have left. What is trained stays on the de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -73,12 +72,12 @@ class WeightTraffic:
         self._blocks: list[_Block] = []
         self._latest = -1
 
-    def join(self, module: nn.Module) -> Callable[..., Any]:
+    def join(self, module: nn.Module) -> Callable[..., object]:
         """Add the block that runs behind those added before; returns its forward."""
         number, forward = len(self._blocks), module.forward
         self._blocks.append(_Block(module, self._copies))
 
-        def with_weights(*args: Any, **kwargs: Any) -> Any:
+        def with_weights(*args: object, **kwargs: object) -> object:
             self.enter(number, next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
             return forward(*args, **kwargs)
 

@@ -153,7 +153,7 @@ class RemadeForward:
         self._forward, self._remake = forward, remake
         self._remade = remake(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return what the forward, handed through the compiler, returns for these arguments."""
         return self._remade(*args, **kwargs)
 
@@ -166,15 +166,15 @@ def readers_of_the_device(block: nn.Module) -> Iterator[nn.Module]:
     they would be compiled again for every set of numbers."""
     for module in block.modules():
         code = attribute_at(type(module).forward, "__code__")
-        if module is not block and code is not None and _READS_THE_DEVICE & set(_names_in(code)):
+        if module is not block and code is not None and _READS_THE_DEVICE & set(_names_of_code(code)):
             yield module
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_of_code(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names_in(inner)
+            yield from _names_of_code(inner)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

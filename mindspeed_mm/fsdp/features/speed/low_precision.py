@@ -194,11 +194,11 @@ def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tupl
     """
     modules = dict(model.named_modules())
     linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
-    ignored = _inside(plan.ignored_modules, list(modules), linears, "ignored_modules")
+    ignored = _named_linears(plan.ignored_modules, list(modules), linears, "ignored_modules")
     unfit = {name for name, linear in linears.items() if not _fits(linear, recipe)}
     chosen, head = set(linears), head_of(model)
     if plan.apply_modules:
-        chosen, head = _inside(plan.apply_modules, list(modules), linears, "apply_modules"), None
+        chosen, head = _named_linears(plan.apply_modules, list(modules), linears, "apply_modules"), None
         _check_named(plan.apply_modules, chosen & unfit - ignored, linears, recipe)
     kept: Linears = {}
     left = []
@@ -238,7 +238,7 @@ def _check_named(patterns: tuple[str, ...], unfit: set[str], linears: Linears, r
             )
 
 
-def _inside(patterns: tuple[str, ...], names: list[str], linears: Linears, key: str) -> set[str]:
+def _named_linears(patterns: tuple[str, ...], names: list[str], linears: Linears, key: str) -> set[str]:
     """Linear layers that patterns name, or whose holder they name."""
     if not patterns:
         return set()

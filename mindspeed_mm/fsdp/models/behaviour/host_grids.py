@@ -57,7 +57,7 @@ def _on_host(function: Forward) -> Forward:
         return function
 
     @functools.wraps(function)
-    def call(grid_thw: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(grid_thw: torch.Tensor, *args: object, **kwargs: object) -> Any:
         others = (args, {name: value for name, value in kwargs.items() if name != "kwargs"})
         if not has_values(grid_thw) or tree_any(lambda leaf: isinstance(leaf, torch.Tensor), others):
             return function(grid_thw, *args, **kwargs)

@@ -93,7 +93,7 @@ def choose_kernels(model: nn.Module, model_args: ModelArguments) -> None:
         asked: str | None = attribute_at(model_args, key)
         if asked is None:
             continue
-        layers = [module for module in model.modules() if _calls(module, kernels)]
+        layers = [module for module in model.modules() if _may_call(module, kernels)]
         if asked != "eager" and not layers:
             raise ConfigError(
                 f"{type(model).__name__} has no {kernels.layers}", key=f"model.{key}", way_out="Leave it out."
@@ -114,7 +114,7 @@ def choose_kernels(model: nn.Module, model_args: ModelArguments) -> None:
         facts_of(model).note(KernelsGivenUp(tuple(given_up)))
 
 
-def _calls(module: nn.Module, kernels: _Kernels) -> bool:
+def _may_call(module: nn.Module, kernels: _Kernels) -> bool:
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and not called_globals(module).isdisjoint(kernels.functions)
 
@@ -154,7 +154,7 @@ def _taking_known(function: Forward) -> Forward:
         return function
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return call

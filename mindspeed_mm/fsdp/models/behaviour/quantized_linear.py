@@ -69,7 +69,7 @@ class QuantizedLayout:
         largest = blocks.abs().amax(dim=-1, keepdim=True)
         scaled = (blocks / torch.where(largest > 0, largest, 1.0)).flatten(1)
         if self.kind == "nf4":
-            codes = torch.bucketize(scaled, _borders(weight.device)).to(torch.uint8)
+            codes = torch.bucketize(scaled, _code_borders(weight.device)).to(torch.uint8)
             codes, scale = (codes[:, ::2] << 4) | codes[:, 1::2], largest
         else:
             codes, scale = (scaled * 127).round().to(torch.int8).view(torch.uint8), largest / 127
@@ -88,7 +88,7 @@ class QuantizedLayout:
 
 
 @cache
-def _borders(device: torch.device) -> torch.Tensor:
+def _code_borders(device: torch.device) -> torch.Tensor:
     """Half way between neighbouring codes."""
     values = torch.tensor(_NF4, dtype=torch.float64)
     return ((values[1:] + values[:-1]) / 2).to(torch.float32).to(device)

@@ -75,7 +75,7 @@ class RepeatingTower:
         del given[self._pixels]
         return (pixels,), given
 
-    def _after(self, _: nn.Module, _args: object, output: Any) -> Any:
+    def _after(self, _: nn.Module, _args: object, output: object) -> Any:
         """Repeat the tower's features for all blocks of rows; None leaves the output as it is."""
         if self._copies == 1:
             return None
@@ -104,7 +104,7 @@ def _parameters(tower: nn.Module) -> list[str]:
     return list(inspect.signature(type(tower).forward).parameters)[1:]
 
 
-def _repeated(value: Any, copies: int) -> Any:
+def _repeated(value: object, copies: int) -> object:
     if isinstance(value, Tensor):
         return torch.cat([value] * copies) if value.dim() else value
     return value * copies if isinstance(value, list) else value

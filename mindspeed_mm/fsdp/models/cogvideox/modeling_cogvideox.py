@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
@@ -105,7 +106,7 @@ class CogVideoXAdapter(DiffusionAdapter):
         sizes = self.sizes.geometry(self.component_config("vae"), config)
         patch_t, ratio = config.get("patch_size_t"), sizes.spatial_ratio
         largest = config.get("sample_height", 60) * ratio, config.get("sample_width", 90) * ratio
-        limits: dict[str, Any] = {}
+        limits: JsonObject = {}
         if patch_t is not None:
             limits = {"heights": (0, largest[0]), "widths": (0, largest[1])}
         elif config.get("use_learned_positional_embeddings"):

@@ -7,6 +7,7 @@ rows only, so labels count from the first of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mindspeed_mm.core.json_file import JsonObject
 
 
 class Mark(IntEnum):
@@ -39,11 +42,11 @@ class CosyVoice3Config(PretrainedConfig):
     """
 
     model_type = "cosyvoice3"
-    sub_configs: ClassVar[dict[str, Any]] = {"llm_config": Qwen2Config}
+    sub_configs: ClassVar[JsonObject] = {"llm_config": Qwen2Config}
 
     def __init__(
         self,
-        llm_config: Qwen2Config | dict[str, Any] | None = None,
+        llm_config: Qwen2Config | Mapping[str, object] | None = None,
         speech_token_size: int = 6561,
         extra_speech_rows: int = 200,
         mix_ratio: tuple[int, int] | list[int] = (5, 15),
@@ -61,7 +64,7 @@ class CosyVoice3Config(PretrainedConfig):
         """Of the speech embedding and of the head."""
         return self.speech_token_size + self.extra_speech_rows
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen2Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen2Config:
         """That of Qwen2, which has the sizes of the layers."""
         return self.llm_config
 

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrVisionModel
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.deepseek_ocr.processing_deepseek_ocr import DeepseekOCRProcessor
 from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import SAME_TYPE, build_language_config
 from mindspeed_mm.fsdp.models.deepseek_vl2.modeling_deepseek_vl2 import AnswersPictures, DeepseekVLV2TextModel
@@ -51,9 +52,9 @@ class DeepseekOCRConfig(UnlimitedOcrConfig):
     def __init__(
         self,
         *,
-        language_config: Mapping[str, Any] | None = None,
+        language_config: Mapping[str, object] | None = None,
         vision_config: Any = None,
-        projector_config: Mapping[str, Any] | None = None,
+        projector_config: Mapping[str, object] | None = None,
         image_token_id: int = 128815,
         **kwargs: Any,
     ) -> None:
@@ -72,7 +73,7 @@ def _vision_config(given: Mapping[str, Any]) -> UnlimitedOcrVisionConfig:
     return UnlimitedOcrVisionConfig(sam_config=_renamed(sam), encoder_config=_renamed(clip))
 
 
-def _renamed(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(sizes: Mapping[str, object]) -> JsonObject:
     return {_SIZES.get(name, name): value for name, value in sizes.items()}
 
 

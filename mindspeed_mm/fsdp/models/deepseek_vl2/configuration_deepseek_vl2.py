@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-_TEXT_DEFAULTS: dict[str, Any] = {
+from mindspeed_mm.core.json_file import JsonObject
+
+_TEXT_DEFAULTS: JsonObject = {
     "use_mla": True,
     "topk_method": "greedy",
     "norm_topk_prob": False,
@@ -94,14 +96,14 @@ class DeepseekVLV2Config(PreTrainedConfig):
 
     model_type = "deepseek_vl_v2"
     attribute_map: ClassVar[dict[str, str]] = {"text_config": "language_config"}
-    sub_configs: ClassVar[dict[str, Any]] = {"language_config": AutoConfig, "vision_config": DeepseekVLV2VisionConfig}
+    sub_configs: ClassVar[JsonObject] = {"language_config": AutoConfig, "vision_config": DeepseekVLV2VisionConfig}
 
     def __init__(
         self,
         *,
-        vision_config: Mapping[str, Any] | PreTrainedConfig | None = None,
-        projector_config: Mapping[str, Any] | None = None,
-        language_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        vision_config: Mapping[str, object] | PreTrainedConfig | None = None,
+        projector_config: Mapping[str, object] | None = None,
+        language_config: Mapping[str, object] | PreTrainedConfig | None = None,
         candidate_resolutions: list[list[int]] | None = None,
         tile_tag: str = "2D",
         global_view_pos: str = "head",
@@ -116,7 +118,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         self.vision_config, self.language_config = vision, language
         own = {"projector_type": "downsample_mlp_gelu", "depth": 2, "mlp_ratio": 1, "downsample_ratio": 2}
         own |= {"input_dim": vision.width, "n_embed": language.hidden_size}
-        self.projector_config: dict[str, Any] = own | dict(projector_config or {})
+        self.projector_config: JsonObject = own | dict(projector_config or {})
         self.candidate_resolutions = candidate_resolutions or [[384, 384]]
         self.tile_tag, self.global_view_pos = tile_tag, global_view_pos
         projector_type = self.projector_config["projector_type"]
@@ -127,7 +129,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         super().__init__(**kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: JsonObject, **kwargs: object) -> Any:
         """As every configuration; that of the family which `architectures` names.
 
         Raises:
@@ -147,7 +149,7 @@ def _check_known(key: str, value: object, *known: str) -> None:
         raise ValueError(f"{key} is {value!r}; known is {' or '.join(known)}")
 
 
-def build_language_config(given: Mapping[str, Any]) -> PreTrainedConfig:
+def build_language_config(given: Mapping[str, object]) -> PreTrainedConfig:
     """The configuration of transformers' text model that computes what the released settings describe: DeepSeek-V2
     (arXiv:2405.04434), the same with plain attention, or with the router of DeepSeek-V3 (arXiv:2412.19437)."""
     values = _TEXT_DEFAULTS | _without_type(given)
@@ -162,5 +164,5 @@ def build_language_config(given: Mapping[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING["deepseek_ocr2_text"](**values | {"mlp_layer_types": layers})
 
 
-def _without_type(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _without_type(given: Mapping[str, object] | None) -> JsonObject:
     return {key: value for key, value in (given or {}).items() if key != "model_type"}

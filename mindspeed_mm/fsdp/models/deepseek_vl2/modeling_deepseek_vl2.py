@@ -157,7 +157,7 @@ class AnswersPictures:
             loss = model.loss_function(logits, labels, logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: object) -> dict[str, Any]:
         """Pictures are shown with the prompt, and not with the tokens that follow it."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
         if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):

@@ -15,7 +15,7 @@ from transformers.image_processing_utils import select_best_resolution
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 SAME_NAME: dict[str, type[ProcessorMixin]] = {}
 """Name in `architectures` → processor of another family whose releases name the same class."""
@@ -121,8 +121,8 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return_text_replacement_offsets: bool = False,
         return_mm_token_type_ids: bool = True,
         return_tensors: str | None = None,
-        images_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        images_kwargs: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> BatchFeature:
         """Texts and their pictures as the model takes them.
 
@@ -161,7 +161,7 @@ class DeepseekVLV2Processor(ProcessorMixin):
                 written.append({"type": "image", "replacement": replacement})
             texts[number] = "".join(parts)
             offsets.append(written)
-        data: dict[str, Any] = {}
+        data: JsonObject = {}
         if views:
             data |= {"pixel_values": torch.stack(views), "images_spatial_crop": torch.tensor(grids)}
         encoded = self.tokenizer(texts, **{"add_special_tokens": False} | kwargs)

@@ -18,6 +18,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.family_facts import FamilyFolder
 from mindspeed_mm.fsdp.models.diffusion.family_facts import Requirement as Requirement  # plugins take it from here
 from mindspeed_mm.fsdp.models.diffusion.few_steps import CausalModel
@@ -43,7 +44,7 @@ class DiffusionAdapter(FamilyFolder):
     """How one family is encoded, trained and sampled from."""
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: Mapping[str, object]) -> type[DiffusionAdapter]:
         """The class for a folder: another one where releases of a family differ in what a sample is made of.
 
         Args:
@@ -162,7 +163,7 @@ class DiffusionAdapter(FamilyFolder):
         families' do, for forecasts that encode nothing."""
         return {}
 
-    def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
+    def text_of_connectors(self, content: Mapping[str, object], where: str) -> TextFeatures:
         """Features of a caption from a file of Lightricks' trainer (`feature_store/legacy.py`), for the families
         that it trains.
 
@@ -284,7 +285,8 @@ class DiffusionAdapter(FamilyFolder):
         scheduler = self.component_config("scheduler")
         if scheduler.get("use_dynamic_shifting"):
             return self.resolution_shift(tokens)
-        return float(scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
+        shift = next((scheduler[key] for key in ("flow_shift", "shift") if key in scheduler), 1.0)
+        return float(shift)
 
     def shift_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Tokens that the shift by resolution goes by, of latents (C, H, W) or (C, T, H, W). Here: all of them."""
@@ -312,7 +314,7 @@ class DiffusionAdapter(FamilyFolder):
             ConfigError: There is a negative prompt, which would have no effect.
         """
         geometry = self.geometry
-        size: dict[str, Any] = {
+        size: JsonObject = {
             "height": latents.shape[-2] * geometry.spatial_ratio,
             "width": latents.shape[-1] * geometry.spatial_ratio,
         }
@@ -400,7 +402,7 @@ class DiffusionAdapter(FamilyFolder):
         """
         return {}
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """Keyword arguments of the pipeline for the media of a prompt: each under the argument that its role names.
 
         Args:

@@ -121,7 +121,7 @@ def encoder_files(adapter: DiffusionAdapter, absent: Collection[str] = ()) -> di
     """
     if not absent:
         _check_listed(adapter)
-    return {name: _files(adapter.folder / name) for name in _encoder_names(adapter) if name not in absent}
+    return {name: _component_files(adapter.folder / name) for name in _encoder_names(adapter) if name not in absent}
 
 
 def absent_encoders(adapter: DiffusionAdapter) -> set[str]:
@@ -302,7 +302,7 @@ def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> DiffusionPipe
     return pipeline
 
 
-def _files(folder: Path) -> list[Path]:
+def _component_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise absent_component(folder)
     files = [path for path in sorted(folder.iterdir()) if path.suffix in _SETTINGS and ".index." not in path.name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
@@ -152,7 +152,7 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         task: What is trained or sampled (`model.task`); None: the first that the folder's pipeline does.
     """
 
-    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None, task: str | None = None) -> None:
+    def __init__(self, folder: Path, transformer: Mapping[str, object] | None = None, task: str | None = None) -> None:
         super().__init__(folder, transformer)
         self._asked_task = task
         self.vae_options: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 
 if TYPE_CHECKING:
-    from mindspeed_mm.fsdp.params.argument import Arguments
+    from mindspeed_mm.fsdp.params.argument import PosttrainArguments, TrainingArguments
 
 FEW_STEPS = "_few_steps"
 """Key of `transformer/config.json`."""
@@ -52,14 +52,14 @@ class FewSteps:
             ) from error
 
     @classmethod
-    def of_run(cls, arguments: Arguments) -> FewSteps | None:
+    def of_run(cls, training: TrainingArguments, posttrain: PosttrainArguments) -> FewSteps | None:
         """What a run distils its model to; None: it does not.
 
         Args:
             arguments: The whole configuration.
         """
-        dmd, diffusion = arguments.posttrain.dmd, arguments.training.diffusion
-        if arguments.posttrain.method != "dmd":
+        dmd, diffusion = posttrain.dmd, training.diffusion
+        if posttrain.method != "dmd":
             return None
         shift = diffusion.shift if dmd.timestep_shift is None else dmd.timestep_shift
         return cls(dmd.denoising_step_list, shift, diffusion.guidance, dmd.num_frame_per_block, dmd.context_noise)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def find_adapter(
     folder: str | Path,
     model_id: str | None = None,
-    transformer: Mapping[str, Any] | None = None,
+    transformer: Mapping[str, object] | None = None,
     task: str | None = None,
 ) -> DiffusionAdapter:
     """The adapter for a folder: of the registered id, or of the family whose transformer the folder holds.
@@ -73,7 +73,7 @@ def find_adapter(
 
 
 def adapter_of_section(
-    section: ModelArguments, task: str | None = None, transformer: Mapping[str, Any] | None = None
+    section: ModelArguments, task: str | None = None, transformer: Mapping[str, object] | None = None
 ) -> DiffusionAdapter:
     """The adapter that the `model` section describes; errors as of `find_adapter`.
 
@@ -89,7 +89,7 @@ def adapter_of_section(
     return adapter
 
 
-def _id_of(path: Path, index: Mapping[str, Any]) -> str:
+def _id_of(path: Path, index: Mapping[str, object]) -> str:
     entry = index.get("transformer")
     name = str(entry[1]) if isinstance(entry, list) and len(entry) == 2 else "no transformer"
     built_in = transformer_ids()
@@ -107,5 +107,5 @@ def _id_of(path: Path, index: Mapping[str, Any]) -> str:
     return ids[name]
 
 
-def _is_adapter(entry: Any) -> bool:
+def _is_adapter(entry: object) -> bool:
     return isinstance(entry, type) and issubclass(entry, DiffusionAdapter)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 
 
 class GeneratorFolder:
@@ -28,14 +28,14 @@ class GeneratorFolder:
         transformer: Settings of the transformer's configuration to change.
     """
 
-    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, transformer: Mapping[str, object] | None = None) -> None:
         self.folder = folder
         self._changes = dict(transformer or {})
-        self._configs: dict[str, dict[str, Any]] = {}
-        self.noted: Mapping[str, dict[str, Any]] = {}
+        self._configs: dict[str, JsonObject] = {}
+        self.noted: Mapping[str, JsonObject] = {}
         """Configurations of components that the folder lacks, see `note_components`."""
 
-    def component_config(self, name: str) -> dict[str, Any]:
+    def component_config(self, name: str) -> JsonObject:
         """The JSON configuration of a component (`vae`, `scheduler` …), read once; when the folder lacks it, what was
         noted of it, else empty.
 
@@ -46,14 +46,14 @@ class GeneratorFolder:
             self._configs[name] = self._read_config(name)
         return self._configs[name]
 
-    def _read_config(self, name: str) -> dict[str, Any]:
+    def _read_config(self, name: str) -> JsonObject:
         for file in ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json"):
             path = self.folder / name / file
             if path.is_file():
                 return read_json(path)
         return self.noted.get(name, {})
 
-    def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
+    def note_components(self, configs: Mapping[str, JsonObject]) -> None:
         """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
         for what sizes follow from."""
         self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
@@ -71,16 +71,16 @@ class GeneratorFolder:
             raise absent_component(self.folder / name)
 
     @cached_property
-    def index(self) -> dict[str, Any]:
+    def index(self) -> JsonObject:
         """`model_index.json`: component → [library, class]."""
         return read_json(self.folder / "model_index.json")
 
     @cached_property
-    def transformer_config(self) -> dict[str, Any]:
+    def transformer_config(self) -> JsonObject:
         """The transformer's configuration with the YAML's changes."""
         return self.config_of("transformer")
 
-    def config_of(self, name: str) -> dict[str, Any]:
+    def config_of(self, name: str) -> JsonObject:
         """The configuration of one of `transformers`, with the YAML's changes."""
         return {**self.component_config(name), **self._changes}
 
@@ -106,7 +106,7 @@ def absent_component(folder: Path) -> ModelFolderError:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
     if not path.exists():
         raise ModelFolderError("does not exist", where=str(path), way_out="Copy the model folder again.")
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 INDEX = "index"
 """Stands for `model_index.json` in the settings of `ReleaseUse.holds`."""
-GIVEN: Any = ...
+GIVEN: object = ...
 """A value of `ReleaseUse.holds`: anything but null."""
 
 
@@ -125,7 +125,7 @@ class ReleaseUse:
 
     release: str = ""
     """Name of the release; empty: all folders of the family."""
-    holds: Mapping[str, Any] = field(default_factory=dict)
+    holds: JsonMapping = field(default_factory=dict)
     """What the folder of the release holds: `component.setting` → value, for instance `scheduler.shift`; `index.name`
     is of `model_index.json`."""
     steps: int | None = None
@@ -140,11 +140,11 @@ class ReleaseUse:
     """Frames of a clip."""
     size: tuple[int, int] | None = None
     """Height and width in pixels."""
-    call: Mapping[str, Any] = field(default_factory=dict)
+    call: JsonMapping = field(default_factory=dict)
     """Further arguments of the pipeline."""
 
 
-def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], Any]) -> ReleaseUse:
+def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], object]) -> ReleaseUse:
     """The entries that fit a folder as one; of two that say something of the same, the later counts.
 
     Args:
@@ -159,5 +159,5 @@ def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], Any]) ->
     return found
 
 
-def _is_held(found: Any, value: Any) -> bool:
+def _is_held(found: object, value: object) -> bool:
     return found is not None and (value is GIVEN or bool(found == value))

@@ -7,11 +7,12 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
@@ -118,7 +119,7 @@ class CaptionLengths:
         ModelFolderError: A tokenizer cannot be loaded.
     """
 
-    def __init__(self, adapter: DiffusionAdapter, tokenizers: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, adapter: DiffusionAdapter, tokenizers: JsonMapping | None = None) -> None:
         self._tokenizers = []
         for name, limit in adapter.caption_limits().items():
             tokenizer = load_component(adapter, name) if tokenizers is None else tokenizers[name]

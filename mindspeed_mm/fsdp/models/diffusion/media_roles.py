@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
+
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 
 TARGET = "target"
 """The medium that is learned."""
@@ -75,7 +77,7 @@ def unfit(roles: Sequence[MediaRole], given: Collection[str]) -> tuple[MediaRole
     return None
 
 
-def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def spread_lists(row: JsonMapping, named: Mapping[str, tuple[str, ...]]) -> JsonObject:
     """A row or prompt whose lists of several pictures stand in numbered fields.
 
     Args:

@@ -44,7 +44,7 @@ def kind_of_section(model_args: ModelArguments) -> ModelKind:
 
 
 def build_transformer(
-    model_args: ModelArguments, overrides: Mapping[str, Any], param_dtype: torch.dtype | None
+    model_args: ModelArguments, overrides: Mapping[str, object], param_dtype: torch.dtype | None
 ) -> nn.Module:
     """The transformer with parameters on the meta device and real buffers; its adapter is in `facts_of(model)`.
 
@@ -102,7 +102,7 @@ def transformer_weights(folder: Path) -> Path:
     return weights
 
 
-def _check_config(adapter: DiffusionAdapter, model_class: type, changes: Mapping[str, Any]) -> None:
+def _check_config(adapter: DiffusionAdapter, model_class: type, changes: Mapping[str, object]) -> None:
     where = adapter.transformer_folder / "config.json"
     config = read_config(adapter.transformer_folder)
     if config.get("_class_name", adapter.transformer_class) != adapter.transformer_class:
@@ -160,7 +160,7 @@ class ExpertPair(nn.Module):
         """What pipelines ask a transformer for."""
         return next(self.parameters()).device
 
-    def cache_context(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    def cache_context(self, *_: object, **__: object) -> AbstractContextManager[None]:
         """What pipelines wrap calls in; nothing is cached here."""
         return nullcontext()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, InternVLConfig, InternVLForConditionalGeneration
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.internvl_chat.processing_internvl_chat import (
     InternVLChatProcessor,
     tokens_of_a_tile,
@@ -48,7 +49,7 @@ class InternVLChatConfig(InternVLConfig):
         self,
         *,
         vision_config: Any = None,
-        llm_config: Mapping[str, Any] | None = None,
+        llm_config: Mapping[str, object] | None = None,
         select_layer: int = -1,
         ps_version: str = "v2",
         use_thumbnail: bool = True,
@@ -70,13 +71,13 @@ class InternVLChatConfig(InternVLConfig):
         super().__init__(vision_config=vision_config, vision_feature_layer=select_layer, **kwargs)
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+    def get_config_dict(cls, pretrained_model_name_or_path: object, **kwargs: object) -> object:
         """As of every configuration, with the number of a picture's token, which is that of the tokenizer beside it."""
         config_dict, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return _with_token(config_dict, pretrained_model_name_or_path), unused
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: JsonObject, **kwargs: object) -> Any:
         """As every configuration; transformers' AutoConfig says where the file lay, and asks nothing else of a class.
 
         Raises:
@@ -85,7 +86,7 @@ class InternVLChatConfig(InternVLConfig):
         return super().from_dict(_with_token(config_dict, kwargs.get("name_or_path")), **kwargs)
 
 
-def _with_token(config_dict: dict[str, Any], folder: Any) -> dict[str, Any]:
+def _with_token(config_dict: JsonObject, folder: Any) -> JsonObject:
     if not folder or "image_token_id" in config_dict:
         return config_dict
     return config_dict | {"image_token_id": added_token_id(Path(folder), PICTURE)}
@@ -108,7 +109,7 @@ def tell_transformers() -> None:
     AutoConfig.register(InternVLChatConfig.model_type, InternVLChatConfig, exist_ok=True)
     AutoModelForImageTextToText.register(InternVLChatConfig, InternVLChatModel, exist_ok=True)
     AutoProcessor.register(InternVLChatConfig, InternVLChatProcessor, exist_ok=True)
-    rules: list[Any] = [WeightRenaming(f"^{released}", own) for released, own in _NAMES.items()]
+    rules: list[object] = [WeightRenaming(f"^{released}", own) for released, own in _NAMES.items()]
     for kind in ("weight", "bias"):
         parts = [f"attention.{name}_proj.{kind}" for name in "qkv"]
         rules.append(WeightConverter(f"attention.qkv.{kind}", parts, operations=[Chunk(dim=0)]))

@@ -4,14 +4,14 @@ into tiles stands in config.json."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GotOcr2ImageProcessor, InternVLProcessor, ProcessorMixin
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -32,7 +32,7 @@ _COLOURS = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.2
 """ImageNet's, as the original code has them."""
 
 
-def tokens_of_a_tile(vision: Mapping[str, Any], downsample_ratio: float) -> int:
+def tokens_of_a_tile(vision: JsonMapping, downsample_ratio: float) -> int:
     """How many tokens stand for a tile."""
     side, patch = _side(vision.get("image_size", 448)), _side(vision.get("patch_size", 14))
     return int((side // patch) ** 2 * downsample_ratio**2)

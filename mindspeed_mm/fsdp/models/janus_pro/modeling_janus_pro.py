@@ -161,7 +161,7 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
         return output
 
     @override
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         if kwargs.get("generation_mode") == "image":
             return super().generate(*args, **kwargs)
         return GenerationMixin.generate(self, *args, **{"guidance_scale": None, **kwargs})

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 
-def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
+def resolve_class(model_args: ModelArguments) -> tuple[object, object]:
     """The class to build and the configuration to build it from."""
     trusted = model_args.trust_remote_code
     if model_args.model_id is None:
@@ -171,7 +171,7 @@ def _construct_transformers(
         options = options | {"attn_implementation": by_library}
     with parameters_on_meta(), no_init_weights():
         if model_args.model_id is None:
-            with _explained(model_args):
+            with _explained_construction(model_args):
                 model = model_class._from_config(config, **options)
         else:
             model = _call(model_class._from_config, config, options, model_args)
@@ -189,7 +189,7 @@ def _construct_transformers(
 
 
 @contextmanager
-def _explained(model_args: ModelArguments) -> Iterator[None]:
+def _explained_construction(model_args: ModelArguments) -> Iterator[None]:
     """What a class of transformers raises while it is built comes from the sizes in config.json."""
     try:
         yield
@@ -254,18 +254,18 @@ _PLAIN = (bool, int, float, str, list, type(None))
 class OwnSettings:
     """What a plugin has changed of its folder's configuration, as config.json nests it."""
 
-    values: dict[str, Any]
+    values: JsonObject
 
 
-def as_written(config: object) -> dict[str, Any]:
+def as_written(config: object) -> JsonObject:
     """The settings of a configuration as they are now, sections as mappings."""
     told = attribute_at(config, "to_dict")
     return copy.deepcopy(told() if callable(told) else vars(config))
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> JsonObject:
     """The settings that differ, sections included; those that JSON cannot hold are left out."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, Mapping):
@@ -301,7 +301,7 @@ def note_on_settings(model: nn.Module) -> tuple[str, ...]:
     return (f"trained with {told}: set that in config.json of the base, or write the whole model with --merge",)
 
 
-def _merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(config: Mapping[str, object], values: Mapping[str, object]) -> JsonObject:
     whole = dict(config)
     for key, value in values.items():
         old = whole.get(key)

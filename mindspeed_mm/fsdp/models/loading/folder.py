@@ -22,7 +22,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import inherit_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_links import check_links
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
@@ -63,7 +63,7 @@ _AUTO_CLASSES = (
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """config.json as it stands.
 
     Raises:

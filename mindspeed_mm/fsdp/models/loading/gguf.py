@@ -77,7 +77,7 @@ def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bo
         with atomic_folder(folder, overwrite=overwrite, sources=[path]) as draft:
             model, tokenizer = _read(path, key)
             not_finite = _save(model, tokenizer, draft)
-            atomic_write_text(draft / _SOURCE, json.dumps(_stamp(path)))
+            atomic_write_text(draft / _SOURCE, json.dumps(_file_stamp(path)))
     except MachineError as error:
         if not error.problems[0].way_out:
             error.change_problems(lambda problem: replace(problem, key=key, way_out=_WAY_OUT))
@@ -85,7 +85,7 @@ def write_model_folder(path: Path, folder: Path, key: str = "", *, overwrite: bo
     return not_finite
 
 
-def _read(path: Path, key: str) -> tuple[Any, Any]:
+def _read(path: Path, key: str) -> tuple[object, object]:
     """The model in fp32 and its tokenizer, by transformers."""
     prepare_for_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer  # seconds to import
@@ -137,11 +137,11 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> list[str]:
 
 def _is_current(folder: Path, path: Path) -> bool:
     try:
-        return bool(parse_json((folder / _SOURCE).read_bytes()) == _stamp(path))
+        return bool(parse_json((folder / _SOURCE).read_bytes()) == _file_stamp(path))
     except (OSError, ValueError):
         return False
 
 
-def _stamp(path: Path) -> dict[str, int]:
+def _file_stamp(path: Path) -> dict[str, int]:
     facts = path.stat()
     return {"size_bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns}

@@ -119,9 +119,9 @@ def stream_weights(
     targets = _targets(whole)
     aliases = _aliases(whole)
     with open_source(folder, _config_of(model), from_first_rank=from_first_rank) as (stored, fetch):
-        steps = _steps(whole, stored, {*targets, *aliases})
+        steps = _stored_steps(whole, stored, {*targets, *aliases})
         made = with_new_rows(whole, made_by(steps), folder, aliases)
-        found = _compare(whole, _shapes(whole, targets), aliases, made, allow_missing, allow_unexpected)
+        found = _compare_names(whole, _shapes(whole, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
         wanted = {key: tensor for key, tensor in made.items() if aliases.get(key, key) in targets}
@@ -153,9 +153,9 @@ def check_weights(
     targets = _targets(model)
     aliases = _aliases(model)
     with open_stored(folder, _config_of(model)) as stored:
-        steps = _steps(model, stored, {*targets, *aliases})
+        steps = _stored_steps(model, stored, {*targets, *aliases})
         made = with_new_rows(model, made_by(steps), folder, aliases)
-        found = _compare(model, _shapes(model, targets), aliases, made, allow_missing, allow_unexpected)
+        found = _compare_names(model, _shapes(model, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
         for alias, first in aliases.items():
@@ -210,11 +210,11 @@ def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, 
 def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
     """Inside, a folder's tensors can be read under the names of the model without adapters."""
     with open_stored(folder, _config_of(model)) as stored:
-        made = made_by(_steps(model, stored, set(_targets(whole_of(model)))))
+        made = made_by(_stored_steps(model, stored, set(_targets(whole_of(model)))))
         yield with_new_rows(whole_of(model), made, folder)
 
 
-def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:
+def _stored_steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:
     rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collectio
     return steps
 
 
-def _compare(
+def _compare_names(
     model: nn.Module,
     targets: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],

@@ -50,7 +50,7 @@ class InnerForward:
     def __init__(self, wrapper: ParamWrapper) -> None:
         self._wrapper = wrapper
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module inside with the same arguments."""
         return self._wrapper.base_layer(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class AdaptedForward:
         self._forward: Forward = experts.forward
         self._experts, self._wrappers = experts, wrappers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's own forward with adapters added to its parameters."""
         with self._adapted():
             return self._forward(*args, **kwargs)

@@ -313,7 +313,7 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
                 if name not in trained or name not in names:
                     continue
                 entry = entries[names[name]]
-                stored = Stored(names[name], entry.shape, entry.dtype, partial(_same, reader))
+                stored = Stored(names[name], entry.shape, entry.dtype, partial(_unchanged_reader, reader))
                 for piece, region in local_pieces(target):
                     if name in rows_of:
                         _copy_rows(stored, rows_of[name], piece, region)
@@ -321,7 +321,7 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
                         stored.copy_to(piece, region)
 
 
-def _same(reader: TensorReader) -> TensorReader:
+def _unchanged_reader(reader: TensorReader) -> TensorReader:
     return reader
 
 

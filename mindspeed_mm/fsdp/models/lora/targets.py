@@ -78,7 +78,7 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
         if not named:
             problems.append(layers.none_there(pattern, parameters))
         elif not free:
-            problems.append(_frozen(pattern, sorted(named)))
+            problems.append(_problem_of_frozen(pattern, sorted(named)))
     problems += parameters.half_named()
     problems += [_in_both(name) for name in sorted(chosen) if is_inside(name, whole)]
     if problems:
@@ -101,7 +101,7 @@ def _by_word(model: nn.Module, layers: _Layers, asked: Sequence[str], whole: Seq
 def _nothing_by_word(model: nn.Module, layers: _Layers) -> Problem:
     if not layers.linear:
         return Problem(f"{type(model).__name__} has no linear layer", key=TARGETS, way_out="Train it without adapters.")
-    return _frozen("all-linear", all_linear(model) or layers.linear)
+    return _problem_of_frozen("all-linear", all_linear(model) or layers.linear)
 
 
 def _check_match(patterns: Sequence[str], layers: _Layers, parameters: _FusedParameters) -> None:
@@ -258,7 +258,7 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return whole
 
 
-def _frozen(pattern: str, frozen: Sequence[str]) -> Problem:
+def _problem_of_frozen(pattern: str, frozen: Sequence[str]) -> Problem:
     return Problem(
         f"'{pattern}' matches only layers that model.freeze freezes ({frozen[0]} …)",
         key=TARGETS,

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import (
     LATENTS,
@@ -191,7 +192,7 @@ class LTX2Adapter(DiffusionAdapter):
         return load_component(self, "connectors").requires_grad_(False).eval()
 
     @torch.no_grad()
-    def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
+    def text_of_connectors(self, content: JsonMapping, where: str) -> TextFeatures:
         """As above: the files hold what the connectors are given. Real tokens stand behind the padding, some of which
         may have been left out of the file."""
         try:
@@ -292,7 +293,7 @@ class LTX2Adapter(DiffusionAdapter):
     def starting_noise(self, pipeline: DiffusionPipeline, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The pipeline normalises what it is given, noise too; a picture it encodes only where it draws the noise
         itself."""
-        found: dict[str, Any] = {LATENTS: None}
+        found: JsonObject = {LATENTS: None}
         if self.task not in _FROM_A_FRAME:
             found[LATENTS] = self.vae_latents(pipeline.vae, noise[LATENTS].to(pipeline.vae.device))
         if _AUDIO in noise:

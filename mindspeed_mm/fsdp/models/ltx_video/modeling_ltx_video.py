@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from diffusers import ModelMixin
 
 
-def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+def _ratios(vae: JsonMapping) -> tuple[int, int]:
     """The VAE's own patch, doubled by each block that scales, where it does not state them."""
     doubled = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
     return (
@@ -122,7 +123,7 @@ class LTXVideoAdapter(DiffusionAdapter):
             "rope_interpolation_scale": (seconds, geometry.spatial_ratio, geometry.spatial_ratio),
         }
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """The pipeline encodes the picture only where it draws the noise itself."""
         given = super().pipeline_media(media, sampling)
         if self.task == "i2v":

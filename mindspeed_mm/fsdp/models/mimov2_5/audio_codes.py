@@ -6,7 +6,7 @@ Modules are named as the weights are. Shapes: M frames of spectra, N frames of c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import BatchFeature, SequenceFeatureExtractor
 
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.ops.windowed_attention import window_mask
 
@@ -27,7 +27,7 @@ FOLDER = "audio_tokenizer"
 _LEAST = 1e-7
 """Of a spectrum, before its logarithm."""
 _AS_BUILT = {"kernel_size": 3, "stride_size": 2, "ln_type": "LayerNorm", "activation_function": "gelu"}
-_SETTINGS: Mapping[str, Any] = {
+_SETTINGS: JsonMapping = {
     "encoder_causal": False,
     "encoder_attn_window_size": (-1, -1),
     "encoder_skip_layer_id": None,
@@ -62,7 +62,7 @@ class _FrameAttention(nn.Module):
 
 
 class _FrameLayer(nn.Module):
-    def __init__(self, settings: Mapping[str, Any], window: int) -> None:
+    def __init__(self, settings: JsonMapping, window: int) -> None:
         super().__init__()
         width, inner = settings["d_model"], settings["encoder_ffn_dim"]
         heads, causal = settings["encoder_attention_heads"], bool(settings["encoder_causal"])
@@ -83,7 +83,7 @@ class MiMoSoundEncoder(nn.Module):
         settings: Of `audio_tokenizer/config.json`.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: JsonMapping) -> None:
         super().__init__()
         width, pooled = settings["d_model"], settings["avg_pooler"]
         self.skip, self.pooled = settings["encoder_skip_layer_id"], pooled
@@ -132,7 +132,7 @@ class MiMoSoundEncoder(nn.Module):
         return torch.stack(codes, dim=1)
 
 
-def _windows(settings: Mapping[str, Any]) -> list[int]:
+def _windows(settings: JsonMapping) -> list[int]:
     """Of each layer, how many frames one sees on a side; -1: all."""
     window, every = settings["encoder_attn_window_size"][0], settings["swa_per_block"]
     layers = range(settings["encoder_layers"])
@@ -141,7 +141,7 @@ def _windows(settings: Mapping[str, Any]) -> list[int]:
     return [window if number % every < every - 1 else -1 for number in layers]
 
 
-def load_sound_encoder(folder: Path) -> tuple[MiMoSoundEncoder, Mapping[str, Any]]:
+def load_sound_encoder(folder: Path) -> tuple[MiMoSoundEncoder, JsonMapping]:
     """The encoder of a model's folder in fp32, and its settings.
 
     Args:
@@ -196,16 +196,16 @@ class MiMoV2FeatureExtractor(SequenceFeatureExtractor):
         super().__init__(feature_size=1, sampling_rate=sampling_rate, padding_value=0.0, **kwargs)
         self.folder, self.group_size, self.segment_size = str(folder), group_size, segment_size
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         """Without the encoder: each process reads its own."""
         return {name: value for name, value in vars(self).items() if name != "_encoder"}
 
     @cached_property
-    def _encoder(self) -> tuple[MiMoSoundEncoder, Mapping[str, Any]]:
+    def _encoder(self) -> tuple[MiMoSoundEncoder, JsonMapping]:
         return load_sound_encoder(Path(self.folder))
 
     def __call__(
-        self, audio: Sequence[Any] | np.ndarray, sampling_rate: int | None = None, **kwargs: Any
+        self, audio: Sequence[object] | np.ndarray, sampling_rate: int | None = None, **kwargs: object
     ) -> BatchFeature:
         """`audio_codes`, (frames of all sounds, C), and how many tokens each sound is.
 
@@ -230,7 +230,7 @@ class MiMoV2FeatureExtractor(SequenceFeatureExtractor):
         return torch.cat([codes, codes[-1:].expand(-len(codes) % self.group_size, -1)]).clone()
 
 
-def log_spectrum(samples: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+def log_spectrum(samples: torch.Tensor, settings: JsonMapping) -> torch.Tensor:
     """(M, bands): the logarithm of magnitudes in bands of the HTK mel scale.
 
     Args:

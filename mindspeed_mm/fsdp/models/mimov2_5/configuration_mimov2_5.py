@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import MiMoV2FlashConfig, PreTrainedConfig, Qwen2Config
 
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
+
 _TEXT = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
     *("num_key_value_heads", "max_position_embeddings", "initializer_range", "attention_bias", "attention_dropout"),
@@ -16,7 +18,7 @@ _TEXT = (
     *("eos_token_id", "pad_token_id"),
 )
 """Settings that the text model's class calls by the released name."""
-_AS_BUILT: dict[str, Any] = {
+_AS_BUILT: JsonObject = {
     "attention_projection_layout": "fused_qkv",
     "add_full_attention_sink_bias": False,
     "add_swa_attention_sink_bias": True,
@@ -192,7 +194,7 @@ class MiMoV2Config(PreTrainedConfig):
     """
 
     model_type = "mimo_v2"
-    sub_configs: ClassVar[dict[str, Any]] = {
+    sub_configs: ClassVar[JsonObject] = {
         "text_config": MiMoV2FlashConfig,
         "vision_config": MiMoV2VisionConfig,
         "audio_config": MiMoV2AudioConfig,
@@ -204,7 +206,7 @@ class MiMoV2Config(PreTrainedConfig):
         text_config: Any = None,
         vision_config: Any = None,
         audio_config: Any = None,
-        processor_config: Mapping[str, Any] | None = None,
+        processor_config: JsonMapping | None = None,
         image_token_id: int = 151655,
         video_token_id: int = 151656,
         **kwargs: Any,
@@ -232,7 +234,7 @@ class MiMoV2Config(PreTrainedConfig):
         return float(self.text_config.initializer_range)
 
 
-def _text_settings(released: Mapping[str, Any]) -> dict[str, Any]:
+def _text_settings(released: JsonMapping) -> JsonObject:
     """Of MiMo-V2-Flash's class. `sliding_window` counts the token itself, as the released code reads it."""
     settings = {name: released[name] for name in _TEXT if name in released}
     if not settings:
@@ -261,7 +263,7 @@ def _section(kind: type[PreTrainedConfig], given: Any) -> Any:
     return kind(**{key: value for key, value in (given or {}).items() if key != "model_type"})
 
 
-def _check_built(section: str, given: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+def _check_built(section: str, given: Mapping[str, object], built: Mapping[str, object]) -> None:
     for name, value in built.items():
         if given.get(name, value) != value:
             raise ValueError(f"{section}{name} is {given[name]!r}; known is {value!r} only")

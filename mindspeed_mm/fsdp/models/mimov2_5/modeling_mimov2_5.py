@@ -266,7 +266,7 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
         return self.model
 
     @override
-    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: object, *args: object, **kwargs: object) -> None:
         """Of the text model: towers are computed by our attention, whatever it is called by."""
         self.config._attn_implementation = attn_implementation
         self.model.set_attn_implementation(attn_implementation, *args, **kwargs)
@@ -380,7 +380,7 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
     @override
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: object) -> dict[str, Any]:
         """Media are shown with the prompt, and not with the tokens that follow it."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
         if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):

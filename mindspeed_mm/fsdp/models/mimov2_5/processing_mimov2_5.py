@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import AutoTokenizer, ProcessorMixin, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 from mindspeed_mm.fsdp.models.mimov2_5.audio_codes import MiMoV2FeatureExtractor
 
 _TOKENS = ("image", "video", "audio", "vision_start", "vision_end", "video_start", "video_end")
@@ -110,12 +110,12 @@ class MiMoV2Processor(ProcessorMixin):
             tokens={name: int(settings.get(f"{name}_token_id", number)) for name, number in _RELEASED_IDS.items()},
         )
 
-    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **kwargs: Any) -> str:
+    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **kwargs: object) -> str:
         """A token for each merged square of patches."""
         grid = image_inputs["image_grid_thw"][image_idx]
         return self._words["image"] * (int(grid.prod()) // self.image_processor.merge_size**2)
 
-    def replace_video_token(self, video_inputs: Mapping[str, Any], video_idx: int, **kwargs: Any) -> str:
+    def replace_video_token(self, video_inputs: Mapping[str, Any], video_idx: int, **kwargs: object) -> str:
         """Minutes and seconds in front of the tokens of each patch of frames, all of it between marks."""
         time, height, width = video_inputs["video_grid_thw"][video_idx].tolist()
         metadata, deep = video_inputs["video_metadata"][video_idx], self.video_processor.temporal_patch_size
@@ -125,11 +125,11 @@ class MiMoV2Processor(ProcessorMixin):
         frames = "".join(f"{_told(second)}{frame}" for second in seconds[:time])
         return f"{self._words['video_start']}{frames}{self._words['video_end']}"
 
-    def replace_audio_token(self, audio_inputs: Mapping[str, Any], audio_idx: int, **kwargs: Any) -> str:
+    def replace_audio_token(self, audio_inputs: Mapping[str, Any], audio_idx: int, **kwargs: object) -> str:
         """A token for each group of frames of codes."""
         return self._words["audio"] * int(audio_inputs["num_audio_tokens"][audio_idx])
 
-    def _check_special_mm_tokens(self, text: list[str], text_inputs: Any, modalities: list[str]) -> None:
+    def _check_special_mm_tokens(self, text: list[str], text_inputs: object, modalities: list[str]) -> None:
         super()._check_special_mm_tokens(text, text_inputs, [name for name in modalities if name != "video"])
 
 
@@ -137,7 +137,7 @@ def _told(second: float) -> str:
     return f"{int(second) // _MINUTE:02d}:{int(second) % _MINUTE:02d}"
 
 
-def _limits(sizes: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> dict[str, int]:
+def _limits(sizes: JsonMapping, settings: JsonMapping, kind: str) -> dict[str, int]:
     """Least and most pixels: as `processor_config` says, else the file of picture sizes."""
     least = settings.get(f"{kind}_min_pixels") or sizes.get("min_pixels", 8192)
     most = settings.get(f"{kind}_max_pixels") or sizes.get("max_pixels", 8388608)

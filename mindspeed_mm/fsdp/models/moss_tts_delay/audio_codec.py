@@ -8,7 +8,7 @@ it takes the whole at once. Shapes: B rows, L frames, D widths, G codebooks, T s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from mindspeed_mm.checkpoint.hf_folder import codec_folder
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 from mindspeed_mm.fsdp.models.moss_tts_delay.configuration_moss_tts_delay import MossTTSDelayConfig
 
 FOLDER = "MOSS-Audio-Tokenizer"
@@ -104,7 +104,7 @@ class _CodecTransformer(nn.Module):
         context: Frames that each frame sees.
     """
 
-    def __init__(self, values: Mapping[str, Any], context: int) -> None:
+    def __init__(self, values: JsonMapping, context: int) -> None:
         super().__init__()
         width, given, made = (int(values[name]) for name in ("d_model", "input_dimension", "output_dimension"))
         self.input_proj = nn.Identity() if width == given else nn.Linear(given, width, bias=False)
@@ -161,7 +161,7 @@ class _Quantizer(nn.Module):
         values: `quantizer_kwargs`.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: JsonMapping) -> None:
         super().__init__()
         given = int(values["input_dim"])
         width, made = int(values.get("rvq_dim") or given), int(values.get("output_dim") or given)
@@ -198,7 +198,7 @@ class MossAudioCodec(nn.Module):
         ValueError: It has parts that are not built.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonMapping) -> None:
         super().__init__()
         if lacking := [name for name in _NEEDED if not config.get(name)]:
             raise ValueError(f"has no {', '.join(lacking)}")
@@ -238,7 +238,7 @@ class MossAudioCodec(nn.Module):
 
 
 def _parts(
-    values: Sequence[Mapping[str, Any]], frames_per_s: float, seen_s: float, *, is_apart: bool
+    values: Sequence[JsonMapping], frames_per_s: float, seen_s: float, *, is_apart: bool
 ) -> tuple[nn.ModuleList, float]:
     """The parts of one way, and the frames a second behind them."""
     parts = nn.ModuleList()

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen3Config
 
+from mindspeed_mm.core.json_file import JsonObject
+
 
 class MossTTSDelayConfig(PreTrainedConfig):
     """A Qwen3 with tables and heads for the codebooks of a codec.
@@ -32,11 +34,11 @@ class MossTTSDelayConfig(PreTrainedConfig):
     """
 
     model_type = "moss_tts_delay"
-    sub_configs: ClassVar[dict[str, Any]] = {"language_config": Qwen3Config}
+    sub_configs: ClassVar[JsonObject] = {"language_config": Qwen3Config}
 
     def __init__(
         self,
-        language_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        language_config: Mapping[str, object] | PreTrainedConfig | None = None,
         n_vq: int = 32,
         audio_vocab_size: int = 1024,
         audio_pad_code: int = 1024,
@@ -69,6 +71,6 @@ class MossTTSDelayConfig(PreTrainedConfig):
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(pad_token_id=pad_token_id, **kwargs)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen3Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen3Config:
         """That of Qwen3, which has the sizes of the layers."""
         return self.language_config  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
     time_scale = 1
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: Mapping[str, object]) -> type[DiffusionAdapter]:
         """The weights that take frames, and those of 1.5, are other classes."""
         others = {_INPAINT: OpenSoraPlanInpaintAdapter, _JOINT: OpenSoraPlanJointAdapter}
         return others.get(str(index.get("_class_name")), cls)

@@ -74,7 +74,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         """Classifier-free guidance of the given scale."""
         return without + scale * (asked - without)
 
-    def conditions(self, image: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor | None:
+    def conditions(self, image: object, latents: torch.Tensor, height: int, width: int) -> torch.Tensor | None:
         """What stands behind the channels of the latents; None: nothing."""
         return None
 
@@ -153,7 +153,7 @@ class OpenSoraPipeline(DiffusionPipeline):
 class OpenSoraInpaintPipeline(OpenSoraPipeline):
     """Image to video: the picture is the first frame."""
 
-    def conditions(self, image: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    def conditions(self, image: object, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """The masked video and the mask, (B, C + frames of a latent frame, T′, H / 8, W / 8).
 
         Args:
@@ -249,7 +249,7 @@ class OpenSoraJointPipeline(OpenSoraPipeline):
         num_frames: int = 121,
         num_inference_steps: int = 50,
         guidance_scale: float = 7.0,
-        **others: Any,
+        **others: object,
     ) -> tuple[Any] | dict[str, Any]:
         """Clips; arguments as of 1.3, with the defaults of 1.5."""
         return super().__call__(

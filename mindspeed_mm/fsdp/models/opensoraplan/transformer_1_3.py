@@ -20,6 +20,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.normalization import AdaLayerNormSingle
 from torch import nn
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.opensoraplan.rotary import Tables, rotary_tables, rotated, thirds
 from mindspeed_mm.fsdp.ops.skiparse import SkiparseSets, skiparse_attention
 
@@ -82,7 +83,7 @@ class SkiparseBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, caption_width: int, activation: str, eps: float, sets: SkiparseSets):
         super().__init__()
-        layers: dict[str, Any] = {"query_dim": width, "heads": heads, "dim_head": width // heads, "bias": True}
+        layers: JsonObject = {"query_dim": width, "heads": heads, "dim_head": width // heads, "bias": True}
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=eps)
         self.attn1 = Attention(**layers, processor=SkiparseProcessor(sets))
         self.attn2 = Attention(**layers, cross_attention_dim=caption_width, processor=SkiparseProcessor())

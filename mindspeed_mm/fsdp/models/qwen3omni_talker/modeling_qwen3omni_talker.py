@@ -170,7 +170,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         return frames.output(hidden_BLD, talker.codec_head, labels)
 
     @torch.no_grad()
-    def _read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: Mapping[str, Any]) -> torch.Tensor:
+    def _read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: Mapping[str, object]) -> torch.Tensor:
         """(B · K, width of the thinker) of its last layer here, before anything that follows on it."""
         kept: list[torch.Tensor] = []
 
@@ -186,7 +186,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         return kept[-1].flatten(0, 1)
 
 
-def _config_of_parts(config: Qwen3OmniMoeConfig, layers: int) -> Any:
+def _config_of_parts(config: Qwen3OmniMoeConfig, layers: int) -> object:
     """What is built of a released folder: that many layers of the thinker's decoder, and nothing that makes sounds."""
     config = copy.deepcopy(config)
     config.thinker_config.text_config.num_hidden_layers = layers
@@ -210,6 +210,6 @@ def _text_model(thinker: Any) -> Any:
     return getattr(thinker.model, "language_model", thinker.model)
 
 
-def _run_in_thinker(tower: Tower, model: Any) -> Any:
+def _run_in_thinker(tower: Tower, model: Any) -> object:
     with torch.no_grad():
         return tower.run(model.thinker)

@@ -7,20 +7,22 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen3Config
 
-_BLOCKS: dict[str, Any] = {
+from mindspeed_mm.core.json_file import JsonObject
+
+_BLOCKS: JsonObject = {
     "vocab_size": 3072, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 20,
     "num_attention_heads": 16, "num_key_value_heads": 2, "rope_theta": 10000.0,
 }  # fmt: skip
-_TALKER: dict[str, Any] = _BLOCKS | {
+_TALKER: JsonObject = _BLOCKS | {
     "text_vocab_size": 151936, "text_hidden_size": 2048, "num_code_groups": 32,
     "codec_eos_token_id": 4198, "codec_think_id": 4202, "codec_nothink_id": 4203, "codec_think_bos_id": 4204,
     "codec_think_eos_id": 4205, "codec_pad_id": 4196, "codec_bos_id": 4197,
 }  # fmt: skip
-_PREDICTOR: dict[str, Any] = _BLOCKS | {
+_PREDICTOR: JsonObject = _BLOCKS | {
     "vocab_size": 2048, "intermediate_size": 3072, "num_hidden_layers": 5, "num_key_value_heads": 8, "head_dim": 128,
     "num_code_groups": 32,
 }  # fmt: skip
-_SPEAKER: dict[str, Any] = {
+_SPEAKER: JsonObject = {
     "mel_dim": 128, "enc_dim": 1024, "enc_channels": [512, 512, 512, 512, 1536], "enc_kernel_sizes": [5, 3, 3, 3, 1],
     "enc_dilations": [1, 2, 3, 4, 1], "enc_attention_channels": 128, "enc_res2net_scale": 8, "enc_se_channels": 128,
     "sample_rate": 24000,
@@ -59,12 +61,12 @@ class Qwen3TTSConfig(PreTrainedConfig):
     """
 
     model_type = "qwen3_tts"
-    sub_configs: ClassVar[dict[str, Any]] = {"talker_config": Qwen3Config}
+    sub_configs: ClassVar[JsonObject] = {"talker_config": Qwen3Config}
 
     def __init__(
         self,
-        talker_config: Mapping[str, Any] | PreTrainedConfig | None = None,
-        speaker_encoder_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        talker_config: Mapping[str, object] | PreTrainedConfig | None = None,
+        speaker_encoder_config: Mapping[str, object] | PreTrainedConfig | None = None,
         tts_model_type: str = "base",
         tts_pad_token_id: int = 151671,
         tts_bos_token_id: int = 151672,
@@ -72,8 +74,8 @@ class Qwen3TTSConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         talker = _as_mapping(talker_config)
-        predictor = _blocks(_PREDICTOR | _as_mapping(talker.pop("code_predictor_config", None)))
-        self.talker_config: Any = _blocks(_TALKER | talker)
+        predictor = _block_settings(_PREDICTOR | _as_mapping(talker.pop("code_predictor_config", None)))
+        self.talker_config: Any = _block_settings(_TALKER | talker)
         self.talker_config.code_predictor_config = predictor
         if predictor.num_code_groups != self.talker_config.num_code_groups:
             raise ValueError(
@@ -87,12 +89,12 @@ class Qwen3TTSConfig(PreTrainedConfig):
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Qwen3Config:
+    def get_text_config(self, *args: object, **kwargs: object) -> Qwen3Config:
         """That of the talker, which has the sizes of the layers."""
         return self.talker_config  # type: ignore[no-any-return]
 
 
-def _blocks(values: Mapping[str, Any]) -> Qwen3Config:
+def _block_settings(values: Mapping[str, object]) -> Qwen3Config:
     """The settings of Qwen3's blocks. The talker counts every position alike in time, height and width, so its rotary
     embedding in three parts is the plain one."""
     values = _without_type(values)
@@ -106,9 +108,9 @@ def _blocks(values: Mapping[str, Any]) -> Qwen3Config:
     return Qwen3Config(**values)
 
 
-def _as_mapping(given: Mapping[str, Any] | PreTrainedConfig | None) -> dict[str, Any]:
+def _as_mapping(given: Mapping[str, object] | PreTrainedConfig | None) -> JsonObject:
     return given.to_dict() if isinstance(given, PreTrainedConfig) else dict(given or {})
 
 
-def _without_type(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_type(values: Mapping[str, object]) -> JsonObject:
     return {key: value for key, value in values.items() if key != "model_type"}

@@ -31,13 +31,13 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 FOLDER = "speech_tokenizer"
 _MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
-_DEFAULTS: dict[str, Any] = {"latent_dim": 1024, "codebook_dim": 512, "rope_theta": 10000.0}
+_DEFAULTS: JsonObject = {"latent_dim": 1024, "codebook_dim": 512, "rope_theta": 10000.0}
 """Of the released decoder, beside the defaults of Qwen3-Omni's, which are the same."""
 _CHUNK, _CONTEXT = 300, 25
 """Frames that are decoded at a time, and frames before them that are decoded once more, as published."""
@@ -47,7 +47,7 @@ _UNUSED = ("decoder", "upsample")
 _RATE, _FRAME_SAMPLES, _CODEBOOKS = 24_000, 1920, 16
 
 
-def decoder_config(values: Mapping[str, Any]) -> Any:
+def decoder_config(values: Mapping[str, object]) -> object:
     """The settings of a decoder.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latents import BY_SETTINGS, LatentSizes, as_pil, pack
@@ -32,7 +33,7 @@ _SIDE_STEP = 32
 _LATENTS_OF = "_latents"
 
 
-def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
+def _vae_ratios(vae: JsonMapping) -> tuple[int, int]:
     """One factor of two for each entry of `temperal_downsample`; pictures have no time."""
     return 2 ** len(vae.get("temperal_downsample", (0,) * 3)), 1
 
@@ -73,7 +74,7 @@ class QwenImageAdapter(DiffusionAdapter):
     }
     memory_streams = ("samples",)
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
-    sizes = LatentSizes(64, ratios=_ratios, packs=True)
+    sizes = LatentSizes(64, ratios=_vae_ratios, packs=True)
     widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder"}
     captions = CaptionRows((EMBEDS, MASK), MASKED)
     scale = BY_SETTINGS
@@ -82,7 +83,7 @@ class QwenImageAdapter(DiffusionAdapter):
     text_inputs = {"encoder_hidden_states": EMBEDS, "encoder_hidden_states_mask": MASK}
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: Mapping[str, object]) -> type[DiffusionAdapter]:
         """Models that edit look at a picture."""
         by_pipeline = {each.pipelines["edit"]: each for each in (QwenImageEditAdapter, QwenImageEditPlusAdapter)}
         return by_pipeline.get(str(index.get("_class_name")), cls)
@@ -129,7 +130,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             found.append({"prompt_embeds": embeds[0].clone()})
         return found
 
-    def _as_seen(self, pictures: list[Image.Image]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> object:
         return pictures[0]
 
     def pictures_of(self, given: Collection[str], suffix: str = "") -> list[str]:
@@ -186,7 +187,7 @@ class QwenImageEditPlusAdapter(QwenImageEditAdapter):
     roles = {"edit": (SOURCE_PICTURE, *FURTHER_SOURCES)}
     seen_area: ClassVar[int | None] = _SEEN_AREA
 
-    def _as_seen(self, pictures: list[Image.Image]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> object:
         return pictures
 
 

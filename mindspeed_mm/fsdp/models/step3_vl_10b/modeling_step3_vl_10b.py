@@ -19,6 +19,7 @@ from transformers.models.step3p7.modeling_step3p7 import (
     Step3p7VisionModel,
 )
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.step3_vl_10b.processing_step3_vl_10b import Step3VLProcessor, StepVLImageProcessor
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -43,12 +44,12 @@ class StepVLConfig(Step3p7Config):
     """
 
     model_type = "step_robotics"
-    sub_configs_defaults: ClassVar[dict[str, Any]] = {
+    sub_configs_defaults: ClassVar[JsonObject] = {
         "vision_config": Step3p7VisionConfig,
         "text_config": Qwen3Config,
     }
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         if isinstance(self.vision_config, dict):
             for name, built in _AS_BUILT.items():
                 if self.vision_config.get(name, built) != built:
@@ -159,7 +160,7 @@ def tell_transformers() -> None:
     AutoModelForImageTextToText.register(StepVLConfig, StepVLForConditionalGeneration, exist_ok=True)
     AutoImageProcessor.register(StepVLConfig, fast_image_processor_class=StepVLImageProcessor, exist_ok=True)
     AutoProcessor.register(StepVLConfig, Step3VLProcessor, exist_ok=True)
-    rules: list[Any] = [WeightRenaming(rf"^{released}\.", f"{own}.") for released, own in _NAMES.items()]
+    rules: list[object] = [WeightRenaming(rf"^{released}\.", f"{own}.") for released, own in _NAMES.items()]
     register_checkpoint_conversion_mapping(StepVLConfig.model_type, rules, overwrite=True)
 
 

@@ -3,8 +3,8 @@ long."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Step3p7ImageProcessor, Step3p7Processor
@@ -50,8 +50,8 @@ class Step3VLProcessor(Step3p7Processor):
 
     @classmethod
     def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path: str, processor_dict: dict[str, Any] | None = None, **kwargs: Any
-    ) -> list[Any]:
+        cls, pretrained_model_name_or_path: str, processor_dict: Mapping[str, object] | None = None, **kwargs: object
+    ) -> list[object]:
         folder = Path(pretrained_model_name_or_path)
         if (folder / "preprocessor_config.json").is_file() or "image_processor" in (processor_dict or {}):
             return super()._get_arguments_from_pretrained(folder, processor_dict, **kwargs)  # type: ignore[no-any-return]

@@ -186,7 +186,7 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
             clips = self.video_processor.postprocess_video(pixels, output_type=output_type)
         return StepVideoOutput(frames=clips) if return_dict else (clips,)
 
-    def _drawn(self, shape: tuple[int, ...], generator: Any) -> torch.Tensor:
+    def _drawn(self, shape: tuple[int, ...], generator: object) -> torch.Tensor:
         from diffusers.utils.torch_utils import randn_tensor
 
         made: torch.Tensor = randn_tensor(shape, generator=generator, device=self.vae.device, dtype=torch.float32)

@@ -19,8 +19,9 @@ from transformers import BatchEncoding, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import JsonObject
 
-_RELEASED: dict[str, Any] = {
+_RELEASED: JsonObject = {
     "hidden_size": 6144, "ffn_hidden_size": 16896, "num_layers": 48, "num_attention_heads": 48,
     "num_attention_groups": 8, "padded_vocab_size": 65536, "layernorm_epsilon": 1e-5,
 }  # fmt: skip
@@ -198,7 +199,7 @@ class StepChatTokenizer:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.file).write_bytes(self._path.read_bytes())
 
-    def __call__(self, text: Sequence[str], max_length: int | None = None, **_: Any) -> BatchEncoding:
+    def __call__(self, text: Sequence[str], max_length: int | None = None, **_: object) -> BatchEncoding:
         """`input_ids` of each text, cut to `max_length` with its EOS."""
         rows: list[list[int]] = []
         for each in text:

@@ -95,7 +95,7 @@ class StepVideoAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
     """
 
     _default_processor_cls: ClassVar[Any] = StepVideoAttnProcessor
-    _available_processors: ClassVar[list[Any]] = [StepVideoAttnProcessor]
+    _available_processors: ClassVar[list[object]] = [StepVideoAttnProcessor]
     _supports_qkv_fusion = False
 
     def __init__(self, dim: int, head_dim: int, is_cross: bool) -> None:

@@ -143,7 +143,7 @@ def _dtype_of(whole: nn.Module, tower: str) -> torch.dtype:
     return dtype
 
 
-def _first(size: Sides) -> int:
+def _first_side(size: Sides) -> int:
     return size if isinstance(size, int) else size[0]
 
 
@@ -151,7 +151,7 @@ def _area(size: Sides) -> int:
     return size * size if isinstance(size, int) else size[0] * size[-1]
 
 
-def _zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def _empty_picture(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(*shape, device=current_device(), dtype=dtype)
 
 
@@ -199,8 +199,8 @@ def _patch_towers(model: nn.Module) -> list[Tower]:
     def run(whole: nn.Module, getter: str) -> object:
         vision, holder = _vision(whole), place.of(whole)
         merge = vision.spatial_merge_size
-        numbers = vision.in_channels * _first(vision.temporal_patch_size) * _area(vision.patch_size)
-        pixels = _zeros(merge * merge, numbers, dtype=_dtype_of(holder, "visual"))
+        numbers = vision.in_channels * _first_side(vision.temporal_patch_size) * _area(vision.patch_size)
+        pixels = _empty_picture(merge * merge, numbers, dtype=_dtype_of(holder, "visual"))
         return attribute_at(holder, getter)(pixels, _numbers([[1, merge, merge]]), return_dict=True)
 
     towers = []
@@ -236,7 +236,7 @@ def _image_towers(model: nn.Module) -> list[Tower]:
 
     def run_frame(whole: nn.Module) -> object:
         shape = (1, 1, _channels(whole), *_height_and_width(whole))
-        pixels = _zeros(*shape, dtype=_dtype_of(whole, module))
+        pixels = _empty_picture(*shape, dtype=_dtype_of(whole, module))
         return attribute_at(whole, "model.get_video_features")(pixels, return_dict=True)
 
     towers = [Tower("image", module, "pixel_values", f"model.{decoder}", run)]
@@ -254,14 +254,14 @@ def _towers_of_two_resolutions() -> list[Tower]:
     """DeepSeek-VL of 7 B: two towers see each picture, in two sizes, and the aligner joins what they hand on."""
 
     def run_small(whole: Any) -> object:
-        pixels = _zeros(1, 3, *_height_and_width(whole), dtype=whole.model.vision_model.dtype)
+        pixels = _empty_picture(1, 3, *_height_and_width(whole), dtype=whole.model.vision_model.dtype)
         return whole.model.get_low_res_image_features(pixels)
 
     def run_large(whole: Any) -> object:
         side = whole.config.high_res_vision_config.image_size
-        pixels = _zeros(1, 3, side, side, dtype=whole.model.high_res_vision_model.dtype)
+        pixels = _empty_picture(1, 3, side, side, dtype=whole.model.high_res_vision_model.dtype)
         large = whole.model.get_high_res_image_features(pixels).last_hidden_state
-        small = _zeros(*large.shape[:2], _vision(whole).hidden_size, dtype=large.dtype)
+        small = _empty_picture(*large.shape[:2], _vision(whole).hidden_size, dtype=large.dtype)
         return whole.model.aligner(small, large)
 
     decoder = "model.language_model"
@@ -280,7 +280,7 @@ def _code_towers(model: nn.Module) -> list[Tower]:
     def run(whole: Any) -> object:
         vq = whole.config.vq_config
         side = 2 ** len(vq.channel_multiplier)  # two tokens a side: what is normalised is more than one number
-        pixels = _zeros(1, vq.in_channels, side, side, dtype=whole.model.vqmodel.encoder.conv_in.weight.dtype)
+        pixels = _empty_picture(1, vq.in_channels, side, side, dtype=whole.model.vqmodel.encoder.conv_in.weight.dtype)
         return whole.model.get_image_features(pixels, return_dict=True)
 
     return [Tower("image", "model.vqmodel.encoder", "pixel_values", "model", run, "model.embed_tokens")]
@@ -317,13 +317,15 @@ def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettin
 
 def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """LLaVA, InternVL, Gemma3, DeepSeek-VL, Janus."""
-    return _zeros(1, _channels(whole), *_height_and_width(whole), dtype=dtype), {}
+    return _empty_picture(1, _channels(whole), *_height_and_width(whole), dtype=dtype), {}
 
 
 def _image_of_any_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Mistral3, and LLaVA with Pixtral's tower: two merged squares of patches (Mistral3 cannot split one)."""
-    side = _first(_vision(whole).patch_size) * attribute_at(whole, "config.spatial_merge_size", 1)
-    return _zeros(1, _channels(whole), side, 2 * side, dtype=dtype), {"image_sizes": _numbers([[side, 2 * side]])}
+    side = _first_side(_vision(whole).patch_size) * attribute_at(whole, "config.spatial_merge_size", 1)
+    return _empty_picture(1, _channels(whole), side, 2 * side, dtype=dtype), {
+        "image_sizes": _numbers([[side, 2 * side]])
+    }
 
 
 def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -331,23 +333,23 @@ def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str
     height, width = _height_and_width(whole)
     grids: Sequence[tuple[int, int]] = attribute_at(whole, "config.image_grid_pinpoints")
     most = 1 + max((rows // height) * (columns // width) for rows, columns in grids)
-    pixels = _zeros(1, most, _channels(whole), height, width, dtype=dtype)
+    pixels = _empty_picture(1, most, _channels(whole), height, width, dtype=dtype)
     return pixels, {"image_sizes": _numbers([[height, width]])}
 
 
 def _tiles_of_one_row(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Idefics3 and SmolVLM: one tile. Of ones: a tile of zeros is taken for padding and left out."""
-    return _zeros(1, 1, _channels(whole), *_height_and_width(whole), dtype=dtype) + 1, {}
+    return _empty_picture(1, 1, _channels(whole), *_height_and_width(whole), dtype=dtype) + 1, {}
 
 
 def _patches_with_grid(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Kimi-K2.5 (patches as small images) and MiniMax-M3 (flat patches over two frames): one merged square."""
     vision = _vision(whole)
-    merge = _first(attribute_at(vision, "merge_kernel_size") or vision.spatial_merge_size)
-    side, channels = _first(vision.patch_size), _channels(whole)
+    merge = _first_side(attribute_at(vision, "merge_kernel_size") or vision.spatial_merge_size)
+    side, channels = _first_side(vision.patch_size), _channels(whole)
     frames: int | None = attribute_at(vision, "temporal_patch_size")
     shape = (channels, side, side) if frames is None else (channels * frames * side * side,)
-    return _zeros(merge * merge, *shape, dtype=dtype), {"image_grid_thw": _numbers([[1, merge, merge]])}
+    return _empty_picture(merge * merge, *shape, dtype=dtype), {"image_grid_thw": _numbers([[1, merge, merge]])}
 
 
 def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -355,7 +357,7 @@ def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Te
     vision = _vision(whole)
     pool = vision.pooling_kernel_size
     places = [[number % pool, number // pool] for number in range(pool * pool)]
-    pixels = _zeros(1, pool * pool, _channels(whole) * _area(vision.patch_size), dtype=dtype)
+    pixels = _empty_picture(1, pool * pool, _channels(whole) * _area(vision.patch_size), dtype=dtype)
     return pixels, {"image_position_ids": _numbers([places])}
 
 
@@ -375,7 +377,7 @@ def _audio_towers(model: nn.Module) -> list[Tower]:
     def run(whole: nn.Module) -> object:
         audio, holder = attribute_at(whole, "config.audio_config"), place.of(whole)
         frames = 2 * attribute_at(audio, "n_window", attribute_at(audio, "max_source_positions", 0))
-        features = _zeros(1, audio.num_mel_bins, frames, dtype=_dtype_of(holder, "audio_tower"))
+        features = _empty_picture(1, audio.num_mel_bins, frames, dtype=_dtype_of(holder, "audio_tower"))
         mask = torch.ones(1, frames, device=current_device(), dtype=torch.long)
         return attribute_at(holder, "get_audio_features")(features, mask, return_dict=True)
 

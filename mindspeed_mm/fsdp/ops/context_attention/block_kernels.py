@@ -9,11 +9,12 @@ Shapes: B rows, T queries, S keys, H heads, K key-value heads (K divides H), D h
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.attention_kernels import EAGER
 from mindspeed_mm.fsdp.ops.kernels_in_force import IN_FORCE, need_of
 
@@ -243,7 +244,7 @@ class NpuKernel:
         )  # fmt: skip
         return dq, dk, dv
 
-    def _mask(self, causal: bool, device: torch.device) -> dict[str, Any]:
+    def _mask(self, causal: bool, device: torch.device) -> JsonObject:
         if not causal:
             return {}
         ones = torch.ones(self._CAUSAL_MASK, self._CAUSAL_MASK, dtype=torch.bool, device=device)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.ops.attention import AttentionError, varlen_attention, varlen_mask
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER
 from mindspeed_mm.fsdp.ops.context_attention.layer import check_lengths
@@ -83,7 +84,7 @@ def rule_of(
     query: Tensor,
     attention_mask: Tensor | None,
     share: ContextShare,
-    others: dict[str, Any],
+    others: JsonObject,
 ) -> AttentionRule:
     """What a layer computes; a window that is no shorter than the longest document is left out.
 

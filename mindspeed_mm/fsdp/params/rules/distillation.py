@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    Arguments,
+    DataArguments,
+    FeatureArguments,
+    ModelArguments,
+    ParallelArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 
 _KEY = "posttrain.dmd"
@@ -13,9 +20,8 @@ _BLOCK_KEYS = ("same_step_across_blocks", "context_noise")
 """Keys of `posttrain.dmd` that act on blocks of frames alone."""
 
 
-def trains_critic(arguments: Arguments) -> bool:
+def trains_critic(posttrain: PosttrainArguments) -> bool:
     """Whether a critic is trained beside the student."""
-    posttrain = arguments.posttrain
     return posttrain.method == "dmd" and posttrain.dmd.objective == "distribution_matching"
 
 
@@ -24,26 +30,26 @@ def reads_trajectories(posttrain: PosttrainArguments) -> bool:
     return posttrain.method == "dmd" and posttrain.dmd.objective == "ode_regression"
 
 
-def micro_batches_of_step(arguments: Arguments) -> int:
+def micro_batches_of_step(training: TrainingArguments, posttrain: PosttrainArguments) -> int:
     """Micro-batches that a rank takes from the data in an optimizer step: with `dmd`, those of the critic's updates,
     too."""
-    accumulation = arguments.training.gradient_accumulation_steps
-    if not trains_critic(arguments):
+    accumulation = training.gradient_accumulation_steps
+    if not trains_critic(posttrain):
         return accumulation
-    return accumulation * (arguments.posttrain.dmd.dfake_gen_update_ratio + 1)
+    return accumulation * (posttrain.dmd.dfake_gen_update_ratio + 1)
 
 
-def has_held_out(arguments: Arguments) -> bool:
+def has_held_out(data: DataArguments) -> bool:
     """Whether the configuration names rows that are not trained on."""
-    basic = arguments.data.dataset_param.basic_parameters
-    return (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None) != (None, None, None)
+    basic = data.dataset_param.basic_parameters
+    return (data.val_dataset_param, basic.val_dataset, basic.val_rate or None) != (None, None, None)
 
 
 def distillation_problems(arguments: Arguments) -> Iterator[Problem]:
     """What `posttrain.method: dmd` cannot do as the configuration stands."""
-    yield from _of_levels(arguments)
-    yield from _of_training(arguments)
-    yield from _of_the_plan(arguments)
+    yield from _of_levels(arguments.posttrain)
+    yield from _of_training(arguments.model, arguments.data, arguments.training)
+    yield from _of_the_plan(arguments.parallel, arguments.features, arguments.posttrain)
     if arguments.posttrain.reference.sync_steps:
         yield Problem(
             f"{arguments.posttrain.reference.sync_steps}, but a teacher does not follow its student",
@@ -52,8 +58,8 @@ def distillation_problems(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _of_levels(arguments: Arguments) -> Iterator[Problem]:
-    dmd = arguments.posttrain.dmd
+def _of_levels(posttrain: PosttrainArguments) -> Iterator[Problem]:
+    dmd = posttrain.dmd
     low, high = dmd.score_range
     if not 0 < low < high < 1:
         yield Problem(
@@ -77,8 +83,8 @@ def _of_levels(arguments: Arguments) -> Iterator[Problem]:
                 )
 
 
-def _of_training(arguments: Arguments) -> Iterator[Problem]:
-    training, diffusion = arguments.training, arguments.training.diffusion
+def _of_training(model: ModelArguments, data: DataArguments, training: TrainingArguments) -> Iterator[Problem]:
+    diffusion = training.diffusion
     own: dict[str, object] = {
         "caption_dropout": diffusion.caption_dropout or None,
         "prior_loss_weight": diffusion.prior_loss_weight,
@@ -94,13 +100,13 @@ def _of_training(arguments: Arguments) -> Iterator[Problem]:
                 key=f"training.diffusion.{name}",
                 way_out="Leave it out.",
             )
-    if arguments.model.train_from_scratch:
+    if model.train_from_scratch:
         yield Problem(
             "true, but a student and its critic start from a model that draws",
             key="model.train_from_scratch",
             way_out="Set it to false, and name the teacher's folder or a student's.",
         )
-    if training.val_interval and has_held_out(arguments):
+    if training.val_interval and has_held_out(data):
         yield Problem(
             "held-out rows are measured by a loss on them, and posttrain.method: dmd trains on the student's samples",
             key="training.val_interval",
@@ -108,8 +114,10 @@ def _of_training(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:
-    parallel, plan = arguments.parallel, arguments.parallel.fsdp_plan
+def _of_the_plan(
+    parallel: ParallelArguments, features: FeatureArguments, posttrain: PosttrainArguments
+) -> Iterator[Problem]:
+    plan = parallel.fsdp_plan
     spread = ("pipeline_parallel_size", "tensor_parallel_size", "ulysses_parallel_size", "ring_attention_size")
     for name in spread:
         if (size := parallel[name]) > 1:
@@ -125,13 +133,13 @@ def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:
             key="parallel.fsdp_plan.param_dtype",
             way_out="Set it to bf16 or fp32.",
         )
-    if arguments.features.enable_gradient_offload:
+    if features.enable_gradient_offload:
         yield Problem(
             "true, but posttrain.method: dmd clips the gradients of two models on their device",
             key="features.enable_gradient_offload",
             way_out="Leave it out.",
         )
-    if arguments.posttrain.dmd.num_frame_per_block is not None and arguments.features.compile is True:
+    if posttrain.dmd.num_frame_per_block is not None and features.compile is True:
         yield Problem(
             "true, but blocks of frames see a growing number of frames, for each of which graphs would be compiled",
             key="features.compile",

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    FeatureArguments,
+    ModelArguments,
+    ParallelArguments,
+    PosttrainArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
 
-def token_problems(arguments: Arguments) -> Iterator[Problem]:
+def token_problems(model: ModelArguments, posttrain: PosttrainArguments) -> Iterator[Problem]:
     """What does not go with added tokens; nothing where none are added."""
-    model, rollout = arguments.model, arguments.posttrain.rollout
+    rollout = posttrain.rollout
     twice = sorted(set(model.add_tokens) & set(model.add_special_tokens))
     if twice:
         yield Problem(
@@ -22,7 +28,7 @@ def token_problems(arguments: Arguments) -> Iterator[Problem]:
     if not (model.add_tokens or model.add_special_tokens):
         return
     added = "model.add_tokens" if model.add_tokens else "model.add_special_tokens"
-    if arguments.posttrain.method and rollout.base_url:
+    if posttrain.method and rollout.base_url:
         yield Problem(
             f"cannot be combined with {added}: the server's model has no rows for new tokens",
             key="posttrain.rollout.base_url",
@@ -41,20 +47,21 @@ def token_problems(arguments: Arguments) -> Iterator[Problem]:
 _MTP = "model.mtp_num_layers"
 
 
-def multi_token_problems(arguments: Arguments) -> Iterator[Problem]:
+def multi_token_problems(
+    model: ModelArguments, parallel: ParallelArguments, training: TrainingArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     """What does not go with heads for further tokens; nothing where there are none."""
-    depths = arguments.model.mtp_num_layers
+    depths = model.mtp_num_layers
     if not depths:
         return
-    parallel = arguments.parallel
     reasons = {
         "parallel.pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, "the heads need both ends of a model"),
         "parallel.tensor_parallel_size": (parallel.tensor_parallel_size > 1, "the heads' layers have no plan for it"),
         "parallel.ring_attention_size": (parallel.ring_attention_size > 1, "the next token may be another rank's"),
         "parallel.ulysses_parallel_size": (parallel.ulysses_parallel_size > 1, "the next token may be another rank's"),
-        "training.lora.enable": (arguments.training.lora.enable, "the heads are trained whole"),
+        "training.lora.enable": (training.lora.enable, "the heads are trained whole"),
         "features.loss_cfg.loss_type": (
-            arguments.features.loss_cfg.loss_type == "raw", "the model's own loss does not include them"
+            features.loss_cfg.loss_type == "raw", "the model's own loss does not include them"
         ),
     }  # fmt: skip
     for key, (is_set, reason) in reasons.items():
@@ -68,11 +75,11 @@ def multi_token_problems(arguments: Arguments) -> Iterator[Problem]:
 _LORA = "training.lora"
 
 
-def lora_problems(arguments: Arguments) -> Iterator[Problem]:
+def lora_problems(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
     """What adapters cannot do as the configuration stands."""
-    if arguments.training.lora.enable:
-        yield from _of_the_base(arguments.training.lora)
-        yield from _of_the_plan(arguments)
+    if training.lora.enable:
+        yield from _of_the_base(training.lora)
+        yield from _of_the_plan(parallel, training)
 
 
 def _of_the_base(lora: LoraArguments) -> Iterator[Problem]:
@@ -105,8 +112,8 @@ def _of_the_base(lora: LoraArguments) -> Iterator[Problem]:
         )
 
 
-def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:
-    lora, parallel = arguments.training.lora, arguments.parallel
+def _of_the_plan(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
+    lora = training.lora
     size = parallel.tensor_parallel_size
     if size > 1 and lora.use_dora:
         yield Problem(

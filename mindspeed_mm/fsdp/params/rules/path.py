@@ -14,7 +14,7 @@ from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import where_else
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments, TrainingArguments
 
 _INPUTS: dict[str, type[MMError]] = {
     "model.model_name_or_path": ModelFolderError,
@@ -33,7 +33,7 @@ def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMErro
     """Inputs that do not exist, and a run folder that may not be written; `config` is the YAML. Data files are the data
     set's own to find."""
     errors = missing_inputs(arguments)
-    for check in _check_outputs(arguments, config):
+    for check in _check_outputs(arguments.data, arguments.training, config):
         try:
             check()
         except MMError as error:
@@ -54,11 +54,13 @@ def missing_inputs(arguments: Arguments, section: str = "") -> list[MMError]:
     return errors
 
 
-def _check_outputs(arguments: Arguments, config: Path | None) -> Iterator[Callable[[], None]]:
-    if arguments.training.save:
-        yield partial(check_save_folder, Path(arguments.training.save), config)
+def _check_outputs(
+    data: DataArguments, training: TrainingArguments, config: Path | None
+) -> Iterator[Callable[[], None]]:
+    if training.save:
+        yield partial(check_save_folder, Path(training.save), config)
     for name in ("dataset_param", "val_dataset_param"):
-        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        basic: Any = getattr(getattr(data, name), "basic_parameters", None)
         folder = getattr(basic, "cache_dir", None)
         if folder and not basic.preprocess_on_fly:
             yield partial(check_writable, Path(folder), f"data.{name}.basic_parameters.cache_dir")

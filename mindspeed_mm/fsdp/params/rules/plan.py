@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    DataArguments,
+    FeatureArguments,
+    ModelArguments,
+    ParallelArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.sizes.encoder import is_given
 
 SIZE = "parallel.pipeline_parallel_size"
@@ -16,17 +22,19 @@ _KEEPS_BUSY = ("1f1b", "interleaved1f1b")
 """Schedules that want a micro-batch for every rank."""
 
 
-def pipeline_problems(arguments: Arguments) -> Iterator[Problem]:
+def pipeline_problems(
+    parallel: ParallelArguments, training: TrainingArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     """What breaks a configuration with stages; nothing where there are none."""
-    if arguments.parallel.pipeline_parallel_size == 1:
+    if parallel.pipeline_parallel_size == 1:
         return
-    yield from _chunks_fit_the_schedule(arguments)
-    yield from _micro_batches_fit_the_schedule(arguments)
-    yield from _features_go_with_stages(arguments)
+    yield from _chunks_fit_the_schedule(parallel)
+    yield from _micro_batches_fit_the_schedule(parallel, training)
+    yield from _features_go_with_stages(parallel, training, features)
 
 
-def _chunks_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
-    schedule, chunks = arguments.parallel.pp_plan.schedule, arguments.parallel.pp_plan.virtual_stages
+def _chunks_fit_the_schedule(parallel: ParallelArguments) -> Iterator[Problem]:
+    schedule, chunks = parallel.pp_plan.schedule, parallel.pp_plan.virtual_stages
     key = f"{PLAN}.virtual_stages"
     if schedule in ("gpipe", "1f1b") and chunks > 1:
         way_out = "Set it to 1, or schedule to interleaved1f1b."
@@ -39,9 +47,9 @@ def _chunks_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(f"{chunks}, but the schedule zbv has 2 chunks on a rank", key=key, way_out=way_out)
 
 
-def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
-    plan, steps = arguments.parallel.pp_plan, arguments.training.gradient_accumulation_steps
-    ranks, count = arguments.parallel.pipeline_parallel_size, plan.micro_batches or steps
+def _micro_batches_fit_the_schedule(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
+    plan, steps = parallel.pp_plan, training.gradient_accumulation_steps
+    ranks, count = parallel.pipeline_parallel_size, plan.micro_batches or steps
     if steps % count:
         least = min(ranks, steps) if plan.schedule in _KEEPS_BUSY else 1
         divisors = [n for n in range(1, steps + 1) if steps % n == 0]
@@ -68,8 +76,9 @@ def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
-    parallel, features, training = arguments.parallel, arguments.features, arguments.training
+def _features_go_with_stages(
+    parallel: ParallelArguments, training: TrainingArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     size = parallel.pipeline_parallel_size
     is_chunked = parallel.pp_plan.virtual_stages > 1 or parallel.pp_plan.schedule == "zbv"
     if features.recompute and parallel.pp_plan.schedule == "zbv":
@@ -102,20 +111,22 @@ def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
 _QUANTIZATION = "training.quantization_plan"
 
 
-def speed_problems(arguments: Arguments) -> Iterator[Problem]:
+def speed_problems(
+    model: ModelArguments, parallel: ParallelArguments, training: TrainingArguments
+) -> Iterator[Problem]:
     """What the configuration asks for and cannot have together, or at all."""
-    if arguments.model.attn_implementation == "native-sparse":
+    if model.attn_implementation == "native-sparse":
         yield Problem(
             "'native-sparse' cannot be chosen as a kernel: models whose layers select their keys (DeepSeek-V3.2, "
             "MiniMax-M3) compute it themselves",
             key="model.attn_implementation",
             way_out="Leave it out: those models keep their own, others have none.",
         )
-    yield from _low_precision(arguments)
+    yield from _low_precision(parallel, training)
 
 
-def _low_precision(arguments: Arguments) -> Iterator[Problem]:
-    plan = arguments.training.quantization_plan
+def _low_precision(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
+    plan = training.quantization_plan
     if plan is None:
         return
     if plan.recipe_name is None:
@@ -131,19 +142,19 @@ def _low_precision(arguments: Arguments) -> Iterator[Problem]:
                 compile_pattern(pattern, key=f"{_QUANTIZATION}.{name}")
             except ConfigError as error:
                 yield from error.problems
-    if arguments.training.lora.enable:
+    if training.lora.enable:
         yield Problem(
             "computes trained weights in 8 bits, and training.lora.enable freezes them",
             key=_QUANTIZATION,
             way_out="Keep one of them; training.lora.quantize stores frozen weights in few bits.",
         )
-    if arguments.parallel.tensor_parallel_size > 1:
+    if parallel.tensor_parallel_size > 1:
         yield Problem(
             "scales whole layers, and parallel.tensor_parallel_size cuts them",
             key=_QUANTIZATION,
             way_out="Set parallel.tensor_parallel_size to 1; the weights are sharded all the same.",
         )
-    ema = arguments.training.ema
+    ema = training.ema
     if plan.fsdp_low_precision_all_gather_mode == "all" and ema.enable and ema.use_for_evaluation:
         yield Problem(
             "'all' keeps the scales of the trained weights, but training.ema.use_for_evaluation evaluates others",
@@ -160,20 +171,22 @@ WEIGHTS = "features.enable_weight_offload"
 _SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
 
 
-def memory_problems(arguments: Arguments) -> Iterator[Problem]:
+def memory_problems(
+    model: ModelArguments, data: DataArguments, parallel: ParallelArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     """What breaks a configuration that trades time for memory; nothing where it does not."""
-    if arguments.features.recompute:
-        yield from _results_can_be_kept(arguments)
-    if arguments.features.enable_chunk_mbs:
-        yield from _rows_can_be_sliced(arguments)
-    if arguments.features.enable_weight_offload:
-        yield from _weights_can_wait(arguments)
+    if features.recompute:
+        yield from _results_can_be_kept(model, features)
+    if features.enable_chunk_mbs:
+        yield from _rows_can_be_sliced(data, parallel, features)
+    if features.enable_weight_offload:
+        yield from _weights_can_wait(parallel, features)
 
 
-def memory_notes(arguments: Arguments) -> Iterator[Problem]:
+def memory_notes(data: DataArguments, training: TrainingArguments, features: FeatureArguments) -> Iterator[Problem]:
     """What is accepted and changes nothing."""
-    features, rows = arguments.features, arguments.training.micro_batch_size
-    if features.enable_chunk_mbs and features.chunkmbs_plan.chunk_mbs >= rows and not _is_filled_up(arguments):
+    rows = training.micro_batch_size
+    if features.enable_chunk_mbs and features.chunkmbs_plan.chunk_mbs >= rows and not _is_filled_up(data):
         yield Problem(
             f"{features.chunkmbs_plan.chunk_mbs} rows are a whole micro-batch (training.micro_batch_size is {rows}): "
             "nothing is sliced",
@@ -182,15 +195,15 @@ def memory_notes(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _is_filled_up(arguments: Arguments) -> bool:
+def _is_filled_up(data: DataArguments) -> bool:
     """Whether a micro-batch has as many rows as fit."""
-    loader = arguments.data.dataloader_param
+    loader = data.dataloader_param
     return loader.dataloader_mode == "variable" or loader.sampler_type == "TokenBudgetSampler"
 
 
-def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
+def _results_can_be_kept(model: ModelArguments, features: FeatureArguments) -> Iterator[Problem]:
     """Torch's re-entrant checkpoint runs its first pass without autograd: nothing that it computes can be kept."""
-    plan, model = arguments.features.recompute_plan, arguments.model
+    plan = features.recompute_plan
     skipped = [f"model.{name}" for name in _SKIPS if getattr(model, name)]
     asked = ["features.recompute_plan.mode: selective", *skipped] if plan.mode == "selective" else skipped
     if plan.use_reentrant and asked:
@@ -206,7 +219,7 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
             way_out="Leave model.attn_implementation out, or this key.",
         )
     delta_nets = [f"model.{name}" for name in _SKIPS[1:] if getattr(model, name)]
-    if delta_nets and arguments.features.compile is True:
+    if delta_nets and features.compile is True:
         yield Problem(
             "true, but features.compile compiles a block into one graph, from which no layer can be left out",
             key=delta_nets[0],
@@ -214,21 +227,23 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
-    if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
+def _rows_can_be_sliced(
+    data: DataArguments, parallel: ParallelArguments, features: FeatureArguments
+) -> Iterator[Problem]:
+    if getattr(data.dataset_param.basic_parameters, "packs", False):
         yield Problem(
             "true, but packing makes one row of a micro-batch: there is nothing to slice",
             key=SLICES,
             way_out="Set it to false, or data.dataset_param.basic_parameters.packing.",
         )
-    if arguments.parallel.expert_parallel_size > 1 and _is_filled_up(arguments):
+    if parallel.expert_parallel_size > 1 and _is_filled_up(data):
         yield Problem(
             "true, but micro-batches that are filled up give ranks different numbers of rows, and so of slices, in "
             "each of which they exchange tokens of experts",
             key=SLICES,
             way_out="Set it to false, or choose another data.dataloader_param.sampler_type.",
         )
-    if arguments.features.skip_moe_pad_tokens:
+    if features.skip_moe_pad_tokens:
         yield Problem(
             "true, but features.skip_moe_pad_tokens finds padding by the mask of the whole micro-batch",
             key=SLICES,
@@ -236,9 +251,8 @@ def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _weights_can_wait(arguments: Arguments) -> Iterator[Problem]:
+def _weights_can_wait(parallel: ParallelArguments, features: FeatureArguments) -> Iterator[Problem]:
     """Weights travel whole, from this process's host memory."""
-    parallel = arguments.parallel
     others = {
         "parallel.tensor_parallel_size": (parallel.tensor_parallel_size > 1, "splits the weights", "1"),
         "parallel.expert_parallel_size": (parallel.expert_parallel_size > 1, "spreads the weights of experts", "1"),
@@ -248,7 +262,7 @@ def _weights_can_wait(arguments: Arguments) -> Iterator[Problem]:
     for key, (is_set, what, value) in others.items():
         if is_set:
             yield Problem(f"true, but {key} {what}", key=WEIGHTS, way_out=f"Set it to false, or {key} to {value}.")
-    if arguments.features.compile is True and arguments.features.recompute_plan.mode == "selective":
+    if features.compile is True and features.recompute_plan.mode == "selective":
         yield Problem(
             "true, but what brings the weights would be compiled with blocks that keep results of single operations",
             key=WEIGHTS,

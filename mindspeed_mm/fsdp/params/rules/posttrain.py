@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    Arguments,
+    DataArguments,
+    FeatureArguments,
+    ModelArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.posttrain_args import (
     PAIR_LOSSES,
@@ -37,11 +43,11 @@ ReferenceKind = Literal["adapters_off", "frozen", "stored"]
 def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
     """What a post-training method cannot do as the configuration stands."""
     posttrain = arguments.posttrain
-    yield from _rows_fit_the_method(arguments)
+    yield from _rows_fit_the_method(arguments.data, arguments.posttrain)
     if posttrain.method is None:
         return
-    yield from _of_the_model(arguments)
-    yield from _rows_hold_one_answer(arguments)
+    yield from _of_the_model(arguments.model, arguments.training, arguments.features, arguments.posttrain)
+    yield from _rows_hold_one_answer(arguments.data, arguments.posttrain)
     if needs_reference(posttrain):
         yield from _of_the_reference(arguments)
     if posttrain.method == "dpo":
@@ -52,10 +58,10 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _of_samples(arguments)
 
 
-def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
+def _rows_fit_the_method(data: DataArguments, posttrain: PosttrainArguments) -> Iterator[Problem]:
     """Preference pairs come with the method that compares them, and that method with such rows."""
-    compares = arguments.posttrain.method == "dpo"
-    for name, dataset in _row_sections(arguments):
+    compares = posttrain.method == "dpo"
+    for name, dataset in _row_sections(data):
         stage = dataset.basic_parameters.stage
         if not _gives_rows(dataset):
             continue
@@ -63,7 +69,7 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
         if stage == "rm" and not compares:
             yield Problem(
                 "'rm' reads preference pairs, and posttrain.method is "
-                f"{arguments.posttrain.method or 'null'}, which does not compare them",
+                f"{posttrain.method or 'null'}, which does not compare them",
                 key=key,
                 way_out="Set posttrain.method: dpo, or stage: sft.",
             )
@@ -78,11 +84,11 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
             )
 
 
-def _row_sections(arguments: Arguments) -> Iterator[tuple[str, DatasetParam]]:
+def _row_sections(data: DataArguments) -> Iterator[tuple[str, DatasetParam]]:
     """The sections of `data` that name rows."""
-    yield "dataset_param", arguments.data.dataset_param
-    if arguments.data.val_dataset_param is not None:
-        yield "val_dataset_param", arguments.data.val_dataset_param
+    yield "dataset_param", data.dataset_param
+    if data.val_dataset_param is not None:
+        yield "val_dataset_param", data.val_dataset_param
 
 
 def _gives_rows(dataset: DatasetParam) -> bool:
@@ -93,9 +99,9 @@ def _gives_rows(dataset: DatasetParam) -> bool:
     return bool(basic.dataset) and dataset.dataset_type == "huggingface"
 
 
-def draws_samples(arguments: Arguments) -> bool:
+def draws_samples(posttrain: PosttrainArguments) -> bool:
     """Whether the model is trained on what it samples itself."""
-    return arguments.posttrain.method in ("grpo", "nft")
+    return posttrain.method in ("grpo", "nft")
 
 
 def needs_reference(posttrain: PosttrainArguments) -> bool:
@@ -112,10 +118,9 @@ def has_moving_reference(posttrain: PosttrainArguments) -> bool:
     return needs_reference(posttrain) and posttrain.reference.sync_steps > 0
 
 
-def keeps_a_copy(arguments: Arguments) -> bool:
+def keeps_a_copy(training: TrainingArguments, posttrain: PosttrainArguments) -> bool:
     """Whether a second copy of what is trained follows it: an average, the policy that draws, or the reference."""
-    posttrain = arguments.posttrain
-    return arguments.training.ema.enable or draws_by_older(posttrain) or has_moving_reference(posttrain)
+    return training.ema.enable or draws_by_older(posttrain) or has_moving_reference(posttrain)
 
 
 def draws_by_older(posttrain: PosttrainArguments) -> bool:
@@ -125,38 +130,39 @@ def draws_by_older(posttrain: PosttrainArguments) -> bool:
 
 def reference_kind(arguments: Arguments) -> ReferenceKind | None:
     """What `posttrain.reference.kind` comes to; None where no reference is needed."""
+    reference = arguments.posttrain.reference
     if not needs_reference(arguments.posttrain):
         return None
-    kind = arguments.posttrain.reference.kind
-    if kind != "auto":
-        return kind
+    if reference.kind != "auto":
+        return reference.kind
     if arguments.parallel.pipeline_parallel_size > 1 or reads_trajectories(arguments.posttrain):
         return "stored"
-    reference = arguments.posttrain.reference
     if reference.model_name_or_path is not None or reference.sync_steps:
         return "frozen"
-    return "adapters_off" if _base_is_no_reference(arguments) is None else "frozen"
+    return "adapters_off" if _base_is_no_reference(arguments.model, arguments.training) is None else "frozen"
 
 
-def _base_is_no_reference(arguments: Arguments) -> str | None:
+def _base_is_no_reference(model: ModelArguments, training: TrainingArguments) -> str | None:
     """Why the model without its adapters is not what training starts from; None where it is."""
-    lora = arguments.training.lora
+    lora = training.lora
     if not lora.enable:
         return "training.lora.enable is false: there are no adapters to switch off"
     if isinstance(start := lora.init_lora_weights, str) and start.startswith(_MOVES_BASE):
         return f"training.lora.init_lora_weights: {start} moves the base model"
     if lora.modules_to_save:
         return "training.lora.modules_to_save trains whole modules, which cannot be switched off"
-    if arguments.model.add_tokens or arguments.model.add_special_tokens:
+    if model.add_tokens or model.add_special_tokens:
         return "the rows of tokens that model.add_tokens adds are trained, too, and cannot be switched off"
     if lora.pretrained_lora_path:
         return "training.lora.pretrained_lora_path starts from adapters, which would be switched off too"
     return None
 
 
-def _of_the_model(arguments: Arguments) -> Iterator[Problem]:
-    method, loss = arguments.posttrain.method, arguments.features.loss_cfg
-    if dropout := arguments.training.lora.enable and arguments.training.lora.dropout:
+def _of_the_model(
+    model: ModelArguments, training: TrainingArguments, features: FeatureArguments, posttrain: PosttrainArguments
+) -> Iterator[Problem]:
+    method, loss = posttrain.method, features.loss_cfg
+    if dropout := training.lora.enable and training.lora.dropout:
         yield Problem(
             f"{dropout}, but posttrain.method: {method} compares probabilities, which dropout would change at random",
             key="training.lora.dropout",
@@ -167,17 +173,17 @@ def _of_the_model(arguments: Arguments) -> Iterator[Problem]:
             yield _not_with_method(f"features.loss_cfg.{name}", f"{value:g}", method)
     if loss.loss_type not in (None, "default", "per_token_loss"):
         yield _not_with_method("features.loss_cfg.loss_type", f"'{loss.loss_type}'", method)
-    if depths := arguments.model.mtp_num_layers:
+    if depths := model.mtp_num_layers:
         yield _not_with_method("model.mtp_num_layers", str(depths), method)
 
 
-def _rows_hold_one_answer(arguments: Arguments) -> Iterator[Problem]:
-    for name, dataset in _row_sections(arguments):
+def _rows_hold_one_answer(data: DataArguments, posttrain: PosttrainArguments) -> Iterator[Problem]:
+    for name, dataset in _row_sections(data):
         basic = dataset.basic_parameters
         if basic.packs:
             key = "packing" if basic.packing else "neat_packing"
             yield Problem(
-                f"true, but posttrain.method: {arguments.posttrain.method} compares answers, each in a row of its own",
+                f"true, but posttrain.method: {posttrain.method} compares answers, each in a row of its own",
                 key=f"data.{name}.basic_parameters.{key}",
                 way_out="Leave it out.",
             )
@@ -192,7 +198,8 @@ def _not_with_method(key: str, value: str, method: str | None) -> Problem:
 
 
 def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
-    reference, kind = arguments.posttrain.reference, reference_kind(arguments)
+    training, posttrain = arguments.training, arguments.posttrain
+    reference, kind = posttrain.reference, reference_kind(arguments)
     key, stages = f"{_KEY}.reference.kind", arguments.parallel.pipeline_parallel_size
     if kind != "stored" and stages > 1:
         yield Problem(
@@ -200,10 +207,10 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
             key=key,
             way_out="Set it to stored and run mm posttrain reference first.",
         )
-    if kind == "adapters_off" and (reason := _base_is_no_reference(arguments)) is not None:
+    if kind == "adapters_off" and (reason := _base_is_no_reference(arguments.model, training)) is not None:
         yield Problem(f"'adapters_off', but {reason}", key=key, way_out="Set it to frozen, or to stored.")
-    on_trajectories = reads_trajectories(arguments.posttrain)
-    if kind == "stored" and arguments.posttrain.method != "dpo" and not on_trajectories:
+    on_trajectories = reads_trajectories(posttrain)
+    if kind == "stored" and posttrain.method != "dpo" and not on_trajectories:
         yield Problem(
             "'stored' is for preference pairs, and for the trajectories of posttrain.dmd.objective: ode_regression: "
             "samples that are drawn while training cannot be scored before",
@@ -217,7 +224,7 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
             way_out="Set it to auto.",
         )
     if reference.sync_steps:
-        yield from _of_a_moving_reference(arguments)
+        yield from _of_a_moving_reference(training, posttrain)
     frozen_only = {"sync_steps": reference.sync_steps, "model_name_or_path": reference.model_name_or_path}
     for name, value in frozen_only.items():
         if value and kind != "frozen" and not on_trajectories:
@@ -234,8 +241,8 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _of_a_moving_reference(arguments: Arguments) -> Iterator[Problem]:
-    reference, posttrain = arguments.posttrain.reference, arguments.posttrain
+def _of_a_moving_reference(training: TrainingArguments, posttrain: PosttrainArguments) -> Iterator[Problem]:
+    reference = posttrain.reference
     key = f"{_KEY}.reference.sync_steps"
     if reference.model_name_or_path:
         yield Problem(
@@ -247,7 +254,7 @@ def _of_a_moving_reference(arguments: Arguments) -> Iterator[Problem]:
     other = ""
     if draws_by_older(posttrain):
         other = "posttrain.nft.old_decay keeps an older policy"
-    elif arguments.training.ema.enable:
+    elif training.ema.enable:
         other = "training.ema.enable is true"
     if other:
         yield Problem(
@@ -337,7 +344,7 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             way_out="Set it to 2 or more.",
         )
     if training.micro_batch_size * training.gradient_accumulation_steps % group:
-        yield group_problem(arguments)
+        yield group_problem(arguments.training, arguments.posttrain)
     if arguments.parallel.pipeline_parallel_size > 1 and posttrain.rollout.backend == "transformers":
         yield Problem(
             "transformers samples with the model that is trained, and its layers are on several ranks: "
@@ -351,7 +358,7 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key="training.ema.enable",
             way_out="Leave it out, or set posttrain.nft.old_decay: 0, with which the policy itself draws the samples.",
         )
-    if training.val_interval and has_held_out(arguments):
+    if training.val_interval and has_held_out(arguments.data):
         yield Problem(
             "held-out rows are measured by a loss on their answers, and posttrain.method: "
             f"{posttrain.method} trains on other ones",
@@ -377,12 +384,12 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             what = f"has '{name}' more than once"
             yield Problem(what, key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
     yield from _of_trajectories(posttrain)
-    yield from _of_the_rollout(arguments, posttrain.rollout)
+    yield from _of_the_rollout(arguments.model, arguments.training, posttrain.rollout)
 
 
-def group_problem(arguments: Arguments) -> Problem:
+def group_problem(training: TrainingArguments, posttrain: PosttrainArguments) -> Problem:
     """Says that the samples of a rank and optimizer step are no whole number of groups."""
-    training, grpo = arguments.training, arguments.posttrain.grpo
+    grpo = posttrain.grpo
     samples = training.micro_batch_size * training.gradient_accumulation_steps
     return Problem(
         f"{grpo.num_generations} samples of a prompt, which stay on one rank, do not fit the {samples} samples of a "
@@ -416,7 +423,7 @@ def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
         )
 
 
-def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator[Problem]:
+def _of_the_rollout(model: ModelArguments, training: TrainingArguments, rollout: RolloutArguments) -> Iterator[Problem]:
     key, has_server = f"{_KEY}.rollout", rollout.backend != "transformers"
     if not rollout.temperature:
         yield Problem(
@@ -443,10 +450,12 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key=f"{key}.ahead",
             way_out="Set posttrain.rollout.correction: token_truncate, or ahead: 0.",
         )
-    yield from _of_the_server(arguments, rollout, has_server=has_server)
+    yield from _of_the_server(model, training, rollout, has_server=has_server)
 
 
-def _of_the_server(arguments: Arguments, rollout: RolloutArguments, *, has_server: bool) -> Iterator[Problem]:
+def _of_the_server(
+    model: ModelArguments, training: TrainingArguments, rollout: RolloutArguments, *, has_server: bool
+) -> Iterator[Problem]:
     key = f"{_KEY}.rollout"
     if has_server and not rollout.base_url:
         yield Problem(
@@ -472,20 +481,20 @@ def _of_the_server(arguments: Arguments, rollout: RolloutArguments, *, has_serve
             key=f"{key}.api_key_env",
             way_out="Set posttrain.rollout.backend: vllm or sglang, or leave it out.",
         )
-    if has_server and not arguments.training.save:
+    if has_server and not training.save:
         yield Problem(
             "is not given, but the server reads new weights from a folder of the run",
             key="training.save",
             way_out="Name a folder that the server sees under the same path.",
         )
-    if has_server and not arguments.model.model_name_or_path:
+    if has_server and not model.model_name_or_path:
         yield Problem(
             f"is not given, but posttrain.rollout.backend is {rollout.backend}, which is sent whole folders: they take "
             "what is not trained from that of the model",
             key="model.model_name_or_path",
             way_out="Name the folder that training starts from.",
         )
-    lora = arguments.training.lora
+    lora = training.lora
     if has_server and lora.enable and (lora.quantize or lora.frozen_adapters):
         name = "quantize" if lora.quantize else "frozen_adapters"
         yield Problem(

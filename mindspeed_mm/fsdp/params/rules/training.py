@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    DataArguments,
+    FeatureArguments,
+    ParallelArguments,
+    ToolsArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.evaluate_args import METRIC_NAMES
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 
 
-def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
+def optimizer_problems(
+    parallel: ParallelArguments, training: TrainingArguments, features: FeatureArguments
+) -> Iterator[Problem]:
     """What an optimizer, its states and offloaded gradients cannot go with."""
-    yield from _on_the_host_already(arguments)
-    yield from _half_precision(arguments)
-    training, offloads = arguments.training, arguments.features.enable_gradient_offload
-    if offloads and arguments.parallel.pipeline_parallel_size > 1:
+    yield from _on_the_host_already(parallel, training, features)
+    yield from _half_precision(parallel, training)
+    offloads = features.enable_gradient_offload
+    if offloads and parallel.pipeline_parallel_size > 1:
         yield Problem(
             "true is not supported with pipeline stages: their schedule sums gradients once, at its end",
             key="features.enable_gradient_offload",
@@ -43,15 +51,14 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _half_precision(arguments: Arguments) -> Iterator[Problem]:
-    training = arguments.training
+def _half_precision(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
     if training.min_loss_scale > training.initial_loss_scale:
         yield Problem(
             f"{training.min_loss_scale:g} is above training.initial_loss_scale, {training.initial_loss_scale:g}",
             key="training.min_loss_scale",
             way_out="Lower it.",
         )
-    if training.quantization_plan is not None and arguments.parallel.fsdp_plan.param_dtype == "fp16":
+    if training.quantization_plan is not None and parallel.fsdp_plan.param_dtype == "fp16":
         yield Problem(
             "fp16, but the products of training.quantization_plan are computed from bf16",
             key="parallel.fsdp_plan.param_dtype",
@@ -59,14 +66,16 @@ def _half_precision(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
-def _on_the_host_already(arguments: Arguments) -> Iterator[Problem]:
-    if not arguments.parallel.fsdp_plan.cpu_offload:
+def _on_the_host_already(
+    parallel: ParallelArguments, training: TrainingArguments, features: FeatureArguments
+) -> Iterator[Problem]:
+    if not parallel.fsdp_plan.cpu_offload:
         return
     already = "parallel.fsdp_plan.cpu_offload keeps parameters, gradients and optimizer on the host already"
-    name = arguments.training.optimizer
+    name = training.optimizer
     if OPTIMIZERS[name].moments_on_host:
         yield Problem(f"{name}, but {already}", key="training.optimizer", way_out="Set adamw.")
-    if arguments.features.enable_gradient_offload:
+    if features.enable_gradient_offload:
         yield Problem(f"true, but {already}", key="features.enable_gradient_offload", way_out="Set it to false.")
 
 
@@ -76,9 +85,9 @@ _CHUNKED = ("features.enable_chunk_loss", "features.enable_dynamic_chunk_loss")
 _Z_LOSS, _OFFLOAD = "features.loss_cfg.z_loss_coef", "features.loss_cfg.router_aux_loss_offload"
 
 
-def loss_problems(arguments: Arguments) -> Iterator[Problem]:
+def loss_problems(data: DataArguments, parallel: ParallelArguments, features: FeatureArguments) -> Iterator[Problem]:
     """Every rule that the loss breaks."""
-    features, loss = arguments.features, arguments.features.loss_cfg
+    loss = features.loss_cfg
     asked = (features.enable_chunk_loss is True, features.enable_dynamic_chunk_loss)
     chunked = [key for key, is_set in zip(_CHUNKED, asked, strict=True) if is_set]
     if loss.loss_type == "raw":
@@ -91,14 +100,14 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
                 key=key,
                 way_out="Leave one of them out.",
             )
-    basic = arguments.data.dataset_param.basic_parameters
+    basic = data.dataset_param.basic_parameters
     if loss.loss_type == "per_micro_batch_loss" and (basic.packing or basic.neat_packing):
         yield Problem(
             "'per_micro_batch_loss' would depend on which samples are packed together",
             key="features.loss_cfg.loss_type",
             way_out="Set it to per_token_loss, or data.dataset_param.basic_parameters.packing to false.",
         )
-    output_dtype = arguments.parallel.fsdp_plan.output_dtype
+    output_dtype = parallel.fsdp_plan.output_dtype
     if chunked and output_dtype not in (None, "fp32"):
         yield Problem(
             f"{output_dtype} would round the loss, which is what the model returns under {chunked[0]}",
@@ -118,16 +127,16 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
 SECTION = "training.evaluate"
 
 
-def evaluation_fits(arguments: Arguments) -> Iterator[Problem]:
+def evaluation_fits(parallel: ParallelArguments, training: TrainingArguments) -> Iterator[Problem]:
     """What contradicts itself in `training.evaluate`, or cannot be had under the plan."""
-    asked = arguments.training.evaluate
+    asked = training.evaluate
     if asked.interval and asked.data is None:
         yield Problem(
             f"{asked.interval}, but there are no questions to answer",
             key=f"{SECTION}.interval",
             way_out=f"Name a file of rows with answers: {SECTION}.data.",
         )
-    stages = arguments.parallel.pipeline_parallel_size
+    stages = parallel.pipeline_parallel_size
     if asked.interval and stages > 1:
         yield Problem(
             f"is not possible together with parallel.pipeline_parallel_size: {stages}: no rank can gather the model",
@@ -135,11 +144,10 @@ def evaluation_fits(arguments: Arguments) -> Iterator[Problem]:
             way_out="Leave it out, and compare runs by training.val_interval; mm evaluate scores a checkpoint, "
             "also over ranks (--plan).",
         )
-    yield from _best_can_be_measured(arguments)
+    yield from _best_can_be_measured(training)
 
 
-def _best_can_be_measured(arguments: Arguments) -> Iterator[Problem]:
-    training = arguments.training
+def _best_can_be_measured(training: TrainingArguments) -> Iterator[Problem]:
     asked, key = training.evaluate, f"{SECTION}.best_metric"
     if asked.best_metric is None:
         for name in ("patience", "min_delta"):
@@ -174,11 +182,11 @@ def _best_can_be_measured(arguments: Arguments) -> Iterator[Problem]:
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-def tools_problems(arguments: Arguments) -> Iterator[Problem]:
+def tools_problems(tools: ToolsArguments) -> Iterator[Problem]:
     """Profilers that could record nothing."""
-    profile, memory = arguments.tools.profile, arguments.tools.memory_profile
+    profile, memory = tools.profile, tools.memory_profile
     if profile.enable:
-        yield from _ranks(profile.ranks, "tools.profile.ranks")
+        yield from _rank_problems(profile.ranks, "tools.profile.ranks")
         if profile.profile_type == "dynamic" and profile.dynamic_param.config_path is None:
             yield Problem(
                 "is not given, but a dynamic profile is requested by a file in it",
@@ -187,18 +195,18 @@ def tools_problems(arguments: Arguments) -> Iterator[Problem]:
             )
         static = profile.static_param
         if profile.profile_type == "static":
-            yield from _steps(static.start_step, static.end_step, "tools.profile.static_param")
+            yield from _step_problems(static.start_step, static.end_step, "tools.profile.static_param")
     if memory.enable:
-        yield from _ranks(memory.dump_ranks, "tools.memory_profile.dump_ranks")
-        yield from _steps(memory.start_step, memory.end_step, "tools.memory_profile")
+        yield from _rank_problems(memory.dump_ranks, "tools.memory_profile.dump_ranks")
+        yield from _step_problems(memory.start_step, memory.end_step, "tools.memory_profile")
 
 
-def _ranks(ranks: tuple[int, ...], key: str) -> Iterator[Problem]:
+def _rank_problems(ranks: tuple[int, ...], key: str) -> Iterator[Problem]:
     if not ranks or (ranks != (-1,) and min(ranks) < 0):
         yield Problem(f"{list(ranks)} names no ranks", key=key, way_out="List ranks, counted from 0, or [-1] for all.")
 
 
-def _steps(start: int, end: int, section: str) -> Iterator[Problem]:
+def _step_problems(start: int, end: int, section: str) -> Iterator[Problem]:
     """The first step of a run is 1."""
     if end <= max(1, start):
         yield Problem(f"is not after start_step, {max(1, start)}", key=f"{section}.end_step", way_out="Raise it.")

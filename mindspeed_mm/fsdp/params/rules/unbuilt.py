@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.inference_args import InferenceArguments
 from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
 from mindspeed_mm.fsdp.params.value_types import show
 
-_DATASET: dict[str, tuple[Any, ...]] = {
+_DATASET: dict[str, tuple[object, ...]] = {
     "basic_parameters.streaming": (False,),
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),
@@ -63,7 +63,7 @@ INSTEAD: dict[str, str] = {
 }
 """Key → what to do instead, where that is more than to leave it out."""
 
-BUILT_VALUES: dict[str, tuple[Any, ...]] = {
+BUILT_VALUES: dict[str, tuple[object, ...]] = {
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **_below("data.dataset_param", _DATASET),
@@ -85,7 +85,7 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     for key, built in BUILT_VALUES.items():
         value = value_at(arguments, key, _ABSENT)
         is_built = any(value == known and type(value) is type(known) for known in built)
-        if value is not _ABSENT and not is_built and not _is_idle(arguments, key):
+        if value is not _ABSENT and not is_built and not _is_idle(arguments.data, arguments.training, key):
             way_out = f"This version takes {' or '.join(map(show, built))}."
             if key in INSTEAD:
                 way_out += f" {INSTEAD[key]}"
@@ -94,17 +94,17 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     return problems
 
 
-def _is_idle(arguments: Arguments, key: str) -> bool:
+def _is_idle(data: DataArguments, training: TrainingArguments, key: str) -> bool:
     """Whether nothing of ours acts on the key."""
     is_of_lora = key.startswith("training.lora.")
-    return (is_of_lora and not arguments.training.lora.enable) or _is_of_a_plugin(arguments, key)
+    return (is_of_lora and not training.lora.enable) or _is_of_a_plugin(data, key)
 
 
-def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
+def _is_of_a_plugin(data: DataArguments, key: str) -> bool:
     """Whether the key is for a dataset that is not built in, or for one that acts on it."""
     section, name = key.split(".")[:2]
     acting = _ACTING.get(key.rpartition(".")[2])
-    if acting is not None and getattr(arguments.data, name).dataset_type in acting:
+    if acting is not None and getattr(data, name).dataset_type in acting:
         return True
     is_described = section == "data" and name != "dataloader_param"
-    return is_described and arguments.data[name].dataset_type not in dataset_cards()
+    return is_described and data[name].dataset_type not in dataset_cards()

@@ -29,12 +29,12 @@ def read_config_text(path: Path) -> str:
             way_out="Is this a data file?",
         )
     try:
-        return _decode(path.read_bytes(), str(path))
+        return _decoded_text(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
 
 
-def _decode(content: bytes, where: str) -> str:
+def _decoded_text(content: bytes, where: str) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -40,7 +40,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
 )
 """(other name, name here), applied from top to bottom without a word."""
 
-SWITCHES: tuple[tuple[str, str, Mapping[bool, Any]], ...] = (
+SWITCHES: tuple[tuple[str, str, Mapping[bool, object]], ...] = (
     ("model.use_triton_gdn", "model.gdn_implementation", {True: "triton", False: "eager"}),
     *((f"{rows}.attr.packing", f"{rows}.basic_parameters.packing", {True: True}) for rows in _DATASETS),
     *((f"{rows}.attr.pretrain", f"{rows}.basic_parameters.stage", {True: "pretrain"}) for rows in _DATASETS),
@@ -136,7 +136,7 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
         _settle_recompute(root, notes)
 
 
-def _settle_switch(root: Node, old: str, new: str, meanings: Mapping[bool, Any], notes: Notes) -> None:
+def _settle_switch(root: Node, old: str, new: str, meanings: Mapping[bool, object], notes: Notes) -> None:
     """Say at one key what a switch of older files says at another."""
     entry = find(root, old)
     if entry is None or entry.node.value is None:
@@ -187,7 +187,7 @@ def rename_key(root: Node, old: str, new: str, notes: Notes) -> None:
     if entry is None or entry.node.value is None:
         return
     held = find(root, new)
-    if held is not None and not _agree(held.node, entry.node):
+    if held is not None and not _nodes_agree(held.node, entry.node):
         notes.problems.append(
             Problem(
                 f"{show(plain(entry.node))} here, but {new} is {show(plain(held.node))} at {held.node.place}",
@@ -204,10 +204,10 @@ def rename_key(root: Node, old: str, new: str, notes: Notes) -> None:
         merge(root, nest(new, entry))
 
 
-def _agree(one: Node, other: Node) -> bool:
+def _nodes_agree(one: Node, other: Node) -> bool:
     """Whether two nodes say nothing different: equal values, or mappings whose common keys agree."""
     if isinstance(one.value, dict) and isinstance(other.value, dict):
         return all(
-            _agree(one.value[name].node, other.value[name].node) for name in one.value.keys() & other.value.keys()
+            _nodes_agree(one.value[name].node, other.value[name].node) for name in one.value.keys() & other.value.keys()
         )
     return bool(plain(one) == plain(other))

@@ -33,7 +33,7 @@ class Origin:
         return f"{self.kind}: {self.where}" if self.where else self.kind
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything that is not a section with keys."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -42,7 +42,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def dump_with_origins(tree: Mapping[str, Any], origins: Mapping[str, Origin]) -> str:
+def dump_with_origins(tree: Mapping[str, object], origins: Mapping[str, Origin]) -> str:
     """YAML of a nested dict; each value is followed by its origin as a comment."""
     return "\n".join(_lines(tree, origins, "", 0)) + "\n"
 
@@ -62,7 +62,7 @@ def read_defaults(text: str) -> set[str]:
     return found
 
 
-def _lines(tree: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str, level: int) -> Iterator[str]:
+def _lines(tree: Mapping[str, object], origins: Mapping[str, Origin], prefix: str, level: int) -> Iterator[str]:
     for name, value in tree.items():
         head = f"{'  ' * level}{_scalar(name)}:"
         if isinstance(value, Mapping) and value:

@@ -51,12 +51,12 @@ def _stamp(node: Node) -> None:
             _stamp(item)
 
 
-def override_of(values: Mapping[str, Any]) -> Node:
+def override_of(values: Mapping[str, object]) -> Node:
     """A tree of sections that were given in Python."""
     return as_node(to_plain(values), SourcePosition(ARGUMENTS))
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """What a YAML file could say: typed sections as mappings, paths as texts, the rest as it is."""
     if isinstance(value, Section):
         value = value.to_dict()

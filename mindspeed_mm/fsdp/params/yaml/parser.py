@@ -94,7 +94,7 @@ class _Scanner(Scanner):
             self._skip_blanks()
             super().scan_to_next_token()
 
-    def scan_plain_spaces(self, indent: Any, start_mark: Any) -> Any:
+    def scan_plain_spaces(self, indent: object, start_mark: object) -> object:
         begin = self.reader.column
         self._skip_blanks()
         if self.reader.peek() in "\r\n\x85\u2028\u2029":
@@ -160,7 +160,7 @@ class _Builder:
         if isinstance(event, AliasEvent):
             return self._alias(event)
         if isinstance(event, ScalarEvent):
-            node = Node(self._scalar(event), self._place(event), end=_end(event))
+            node = Node(self._scalar(event), self._place(event), end=_end_of_event(event))
         elif isinstance(event, SequenceStartEvent):
             node = self._sequence(event, level)
         else:
@@ -175,7 +175,7 @@ class _Builder:
         if node is None:
             near = did_you_mean(event.anchor, self.anchors)
             raise self._fault(event, f"'*{event.anchor}' names no anchor that is complete before it", near.strip())
-        return Node(node.value, self._place(event), node.size, node.depth, node.anchored, _end(event))
+        return Node(node.value, self._place(event), node.size, node.depth, node.anchored, _end_of_event(event))
 
     def _sequence(self, event: object, level: int) -> Node:
         self._check_tag(event, "seq")
@@ -271,11 +271,11 @@ class _Builder:
         return SourcePosition(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
 
 
-def _end(event: Any) -> tuple[int, int]:
+def _end_of_event(event: Any) -> tuple[int, int]:
     return event.end_mark.line + 1, event.end_mark.column + 1
 
 
-def _whole(text: str) -> int:
+def _whole_value(text: str) -> int:
     digits = text.replace("_", "")
     prefixed = digits.lstrip("+-")[:2].lower() in {"0x", "0o", "0b"}
     return int(digits, 0) if prefixed else int(digits)
@@ -285,11 +285,11 @@ def _fraction(text: str) -> float:
     return _FLOATS[text.lower()] if text.lower() in _FLOATS else float(text.replace("_", ""))
 
 
-_SCALARS: dict[str, Callable[[str], Any]] = {
+_SCALARS: dict[str, Callable[[str], object]] = {
     "str": str,
     "timestamp": str,
     "null": lambda text: None,
     "bool": lambda text: text.lower() in {"true", "yes", "on"},
-    "int": _whole,
+    "int": _whole_value,
     "float": _fraction,
 }

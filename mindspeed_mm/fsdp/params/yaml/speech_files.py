@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.json_file import read_json_object
@@ -50,7 +49,7 @@ def _refuse(notes: Notes, key: str, entry: MappingEntry, what: str, way_out: str
     notes.problems.append(Problem(f"{show(plain(entry.node))} {what}", str(entry.node.place), key, way_out))
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(value: object) -> bool:
     return str(value).lower() in ("true", "yes", "on")
 
 
@@ -65,7 +64,7 @@ def _taken(root: Node, section: str, names: Iterable[str]) -> list[str]:
 _WIDTH = "llm_config.hidden_size"
 _SIZES = {"llm_input_size": _WIDTH, "llm_output_size": _WIDTH, "speech_token_size": "speech_token_size"}
 """Size in the file → where the folder's config.json has it."""
-_ONLY: dict[str, tuple[Any, str]] = {
+_ONLY: dict[str, tuple[object, str]] = {
     "train_moudule": ("llm", "is not trained here: only the language model is"),
     "length_normalized_loss": (True, "is not done: the loss is the mean over label tokens"),
     "lsm_weight": (0, "is not done: labels are not smoothed"),

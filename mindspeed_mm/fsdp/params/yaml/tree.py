@@ -55,7 +55,7 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def as_node(value: Any, place: SourcePosition) -> Node:
+def as_node(value: object, place: SourcePosition) -> Node:
     """A tree of a plain value, all of it at one place."""
     if isinstance(value, dict):
         return Node({str(name): MappingEntry(place, as_node(item, place)) for name, item in value.items()}, place)
@@ -127,7 +127,7 @@ def merge(root: Node, extra: Node) -> None:
             merge(held.node, entry.node)
 
 
-def put(root: Node, key: str, value: Any, place: SourcePosition | str) -> None:
+def put(root: Node, key: str, value: object, place: SourcePosition | str) -> None:
     """Put a plain value at a dotted key, see `put_entry`; a place that is a text says where it was derived from."""
     at = SourcePosition(place) if isinstance(place, str) else place
     put_entry(root, key, MappingEntry(at, as_node(value, at)))

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import (
@@ -42,7 +43,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
 class Scope:
     """What may stand in an open section besides the schema's keys, by the section's dotted key."""
 
-    declared: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    declared: dict[str, JsonMapping] = field(default_factory=dict)
     """Section → key → default, as plugins declared them."""
     unchecked: frozenset[str] = frozenset()
     """Sections of plugins that are not imported."""
@@ -100,7 +101,7 @@ _KINDS: dict[type, _Kind] = {
 """Type of a default → what its key takes."""
 
 
-def _check_declared(key: str, entry: MappingEntry, default: Any) -> list[Problem]:
+def _check_declared(key: str, entry: MappingEntry, default: object) -> list[Problem]:
     """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema itself."""
     value = plain(entry.node)
     if default is None or value is None or type(value) is type(default):

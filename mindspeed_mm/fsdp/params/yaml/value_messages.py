@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mindspeed_mm.core.config_path import key_of
 from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.tree import Node, place_of
@@ -41,7 +41,7 @@ def _problem(details: ErrorDetails, root: Node) -> Problem:
     return Problem(what, str(place_of(root, location)), key_of(location), way_out)
 
 
-def _sentence(kind: str, value: Any, context: dict[str, Any], message: str) -> tuple[str, str]:
+def _sentence(kind: str, value: object, context: JsonObject, message: str) -> tuple[str, str]:
     if kind == "mm_value":
         what, _, way_out = str(context["message"]).partition(". ")
         return what, way_out

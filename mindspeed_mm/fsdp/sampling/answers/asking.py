@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import UNIFIED, kind_of_folder
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_questions, with_media
@@ -145,7 +146,7 @@ class QuestionEncoder:
         return MediaLoader(folder, (*roots, *self._basic.media_roots), limits)
 
     def encode(
-        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None
     ) -> EncodedQuestion:
         """One question; `variables` go to the chat template beside those of training. Raises `DataError`, naming the
         row, or a variable that the template does not read."""
@@ -165,7 +166,7 @@ class QuestionEncoder:
             batch = self._transcript_starts(batch, [len(question.media) for question in questions])
         return with_media(batch, self._plugin, [question.media for question in questions])
 
-    def _transcript_starts(self, texts: dict[str, Any], sounds: Sequence[int]) -> dict[str, Any]:
+    def _transcript_starts(self, texts: JsonObject, sounds: Sequence[int]) -> JsonObject:
         """What the decoder of a speech recogniser goes on from; nothing where it is to find out the language itself.
 
         Raises:

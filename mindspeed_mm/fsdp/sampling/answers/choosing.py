@@ -91,7 +91,7 @@ class TokenChoice:
         return not self.temperature and self.repetition_penalty == 1 and not self.steering.changes_scores
 
     @classmethod
-    def of(cls, sampling: Sampling, configured: Any) -> TokenChoice:
+    def of(cls, sampling: Sampling, configured: object) -> TokenChoice:
         """What is asked for, else what the generation configuration says, else transformers' defaults.
 
         Args:
@@ -227,7 +227,7 @@ class RequestChoices:
     def fill_defaults(self, _storage: torch.Tensor) -> None:
         """Leave the storage as it is: there are no default settings to write."""
 
-    def check_kwargs(self, _settings: Mapping[str, Any]) -> None:
+    def check_kwargs(self, _settings: Mapping[str, object]) -> None:
         """Check nothing: requests are added without settings, which stand in `of`."""
 
     def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: torch.Tensor) -> torch.Tensor:
@@ -259,12 +259,12 @@ def _follower(choice: TokenChoice, start: RowStart, grammars: Grammars | None) -
     return grammars.follower(grammar, start.asked, thinks=start.thinks)
 
 
-def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | None) -> list[Any]:
+def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | None) -> list[object]:
     """transformers' own processors, in the order in which `generate` applies them; those that requests may add stand
     where vLLM has them."""
     from transformers import generation as made  # seconds
 
-    filters: list[Any] = []
+    filters: list[object] = []
     if choice.steering.logit_bias:
         filters.append(Biases(choice.steering.logit_bias))
     if choice.repetition_penalty != 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ def truncated(shares_BV: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor
 
 def draw_answers(
     model: PreTrainedModel,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     keys: Sequence[str],
     rule: DrawRule,
     *,

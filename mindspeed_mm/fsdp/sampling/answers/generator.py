@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
@@ -88,7 +89,7 @@ class Generator:
         """Tokens of a row up to which its neighbours leave its rotary frequencies alone; None: they always do."""
 
     def encode(
-        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None
     ) -> EncodedQuestion:
         """A question as the model takes it.
 
@@ -176,7 +177,7 @@ class Generator:
             NotFiniteError: The scores for a question are not finite. The other answers of its batch come first.
         """
         for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
-            for batch in _batches(encoded, batch_size):
+            for batch in _alike_batches(encoded, batch_size):
                 rows = []
                 for question, each in batch:
                     rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
@@ -321,7 +322,7 @@ class Generator:
         configured: int | None = attribute_at(self.model, "generation_config.num_beams")
         return configured or 1
 
-    def _transcribe(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
+    def _transcribe(self, inputs: Mapping[str, object], rows: Sequence[LiveAnswer]) -> None:
         (most,) = {row.sampling.max_new_tokens for row in rows}
         (speech,) = {row.speech for row in rows}
         found = transcripts(self.model, inputs, self.encoder.processor, speech, max_new_tokens=most)
@@ -390,7 +391,7 @@ class Generator:
             from transformers import GenerationMixin
 
             return partial(GenerationMixin.generate, self.model, guidance_scale=None)
-        loop: Callable[..., Any] = self.model.generate
+        loop: Callable[..., object] = self.model.generate
         return loop
 
     def start(self, row: LiveAnswer, longest: int) -> RowStart:
@@ -430,7 +431,7 @@ Asked = tuple[Question, EncodedQuestion]
 """A question, and as the model takes it."""
 
 
-def _batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]:
+def _alike_batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]:
     """Questions of like length and of the same adapters."""
     groups: dict[str | None, list[Asked]] = {}
     for pair in sorted(encoded, key=lambda pair: len(pair[1].input_ids)):
@@ -440,7 +441,7 @@ def _batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]
             yield group[first : first + batch_size]
 
 
-def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def move_to(inputs: Mapping[str, object], device: torch.device) -> JsonObject:
     """What a model takes, on its device."""
     moved = dict(inputs)
     for name, value in inputs.items():
@@ -449,7 +450,7 @@ def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return moved
 
 
-def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> JsonObject:
     """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
     sounds = inputs.get(SOUNDS)
     return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}

@@ -56,7 +56,7 @@ class CodeChoice:
         return torch.multinomial(scores_1V.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
-def can_draw(model: Any) -> bool:
+def can_draw(model: object) -> bool:
     """Whether a model has codes of pictures, with a head that predicts them and a decoder that shows them."""
     return all(attribute_at(model, f"model.{part}") is not None for part in _PARTS)
 

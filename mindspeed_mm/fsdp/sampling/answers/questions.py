@@ -5,12 +5,13 @@ Speech with transcripts is read as LibriSpeech is published: FLAC files beside a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
@@ -46,7 +47,7 @@ class Question:
     """Name of the adapters that it is answered with."""
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[JsonObject]:
         """As chat templates take them; a turn with media is a list of typed parts."""
         return self.sample.messages
 
@@ -77,7 +78,7 @@ def ask(prompt: str, media: Sequence[MediaItem] = ()) -> Question:
     return Question(0, "prompt", DEFAULT_TASK, Sample(place, [message], [0.0], in_order), None)
 
 
-def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[str, Any], list[MediaItem]]:
+def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[JsonObject, list[MediaItem]]:
     """A user's message and its media in their order: where the text marks them (`<image>`, as rows do), else before it.
     Marks of a kind that is not given are text.
 
@@ -101,7 +102,7 @@ def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[s
     return {"role": "user", "content": pieces}, [waiting[kind].pop(0) for kind in marked]
 
 
-def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, Any]]:
+def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, object]]:
     """The content of a turn whose text marks no media."""
     if not media:
         return text
@@ -197,15 +198,15 @@ def _read_question(
     )
 
 
-def text_field(row: dict[str, Any], name: str, default: str) -> str:
+def text_field(row: Mapping[str, object], name: str, default: str) -> str:
     """A value of a row as text; one that is null counts as not there."""
     value = row.get(name)
     return default if value is None else str(value)
 
 
 def question_of(
-    row: dict[str, Any], row_format: RowFormat, place: RowLocation, *, needs_answer: bool, draws: bool = False
-) -> tuple[Sample, dict[str, Any]]:
+    row: JsonObject, row_format: RowFormat, place: RowLocation, *, needs_answer: bool, draws: bool = False
+) -> tuple[Sample, JsonObject]:
     """A row as the conversation up to the model's last turn, and that turn's message; `draws` as of `read_questions`.
 
     Raises:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, Score
@@ -54,8 +54,8 @@ class Evaluation:
 
     tasks: Mapping[str, Score | ErrorRate]
     overall: Score | ErrorRate
-    facts: dict[str, Any]
-    samples: list[dict[str, Any]]
+    facts: JsonObject
+    samples: list[JsonObject]
     comparison: Comparison = EXACT
     remarks: Sequence[str] = ()
     """Lines for people behind the scores."""
@@ -65,7 +65,7 @@ class Evaluation:
         """Task → score, and `overall`."""
         return {**self.tasks, "overall": self.overall}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return what `results.json` holds: scores by task and overall, facts, and the comparison."""
         tasks = {name: score.to_dict() for name, score in self.tasks.items()}
         return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
@@ -88,7 +88,7 @@ class Evaluation:
         return [*told, *self.remarks]
 
 
-def _judges_failure(sample: Mapping[str, Any]) -> str | None:
+def _judges_failure(sample: JsonMapping) -> str | None:
     """Why there is no verdict on an answer that a judge was asked about."""
     verdict = sample.get("judge")
     return verdict["failure"] if verdict else None
@@ -96,7 +96,7 @@ def _judges_failure(sample: Mapping[str, Any]) -> str | None:
 
 def evaluate_answers(
     answered: list[tuple[Question, Answer]],
-    facts: dict[str, Any],
+    facts: JsonObject,
     comparison: Comparison = EXACT,
     verdicts: Mapping[int, Verdict] | None = None,
 ) -> Evaluation:
@@ -113,7 +113,7 @@ def evaluate_answers(
     samples = []
     for question, answer in answered:
         outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
-        sample = _sample(question, answer, outcome, comparison)
+        sample = _scored_sample(question, answer, outcome, comparison)
         if verdicts is not None:
             sample["judge"] = None
             if verdict := verdicts.get(question.row):
@@ -140,9 +140,9 @@ def write_evaluation(evaluation: Evaluation, out: Path) -> None:
     atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
-def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
+def _scored_sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> JsonObject:
     names = question.image_names
-    sample: dict[str, Any] = {
+    sample: JsonObject = {
         "id": question.id,
         "task": question.task,
         "image": names[0] if len(names) == 1 else names,

@@ -7,10 +7,12 @@ import math
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jiwer
 import numpy as np
+
+from mindspeed_mm.core.json_file import JsonObject
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -162,7 +164,7 @@ class Comparison:
             text = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
         return " ".join(text.split())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Fields by name, and what is counted."""
         return {"measure": self.title, **asdict(self)}
 

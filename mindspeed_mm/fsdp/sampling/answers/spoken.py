@@ -7,9 +7,10 @@ in `<tool_call>…</tool_call>`, as the chat templates of most families ask for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.turns import read_call_text
 
 BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL = "<think>", "</think>", "<tool_call>"
@@ -22,7 +23,7 @@ class Spoken:
 
     words: str
     thoughts: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
     """`{"type": "function", "function": {"name", "arguments"}}`, arguments as an object."""
 
 
@@ -62,7 +63,7 @@ class SpokenPieces:
         self._held = ""
         self._is_first = True
         self._calling = False
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[JsonObject] = []
         """Known once it is closed."""
 
     def take(self, piece: str) -> list[tuple[PieceKind, str]]:

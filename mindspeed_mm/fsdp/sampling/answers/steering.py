@@ -203,7 +203,7 @@ class GrammarFollower:
         thinking: The tokenizer, where the answer begins within a thought: its end is looked for.
     """
 
-    def __init__(self, matcher: Any, asked: int, thinking: Any | None) -> None:
+    def __init__(self, matcher: Any, asked: int, thinking: object | None) -> None:
         self._matcher, self._read, self._thinking = matcher, asked, thinking
 
     def __call__(self, ids_1L: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ class GrammarFollower:
         return scores_1V.masked_fill(~allowed_V.to(scores_1V.device), -torch.inf)
 
 
-def json_grammar(schema: Mapping[str, Any] | None) -> str:
+def json_grammar(schema: Mapping[str, object] | None) -> str:
     """The grammar of JSON that fits a schema; None: of any object.
 
     Raises:

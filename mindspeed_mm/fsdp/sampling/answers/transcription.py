@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.sampling.answers.live import Ending, Speech
 from mindspeed_mm.fsdp.sampling.finite import FiniteScores
 
@@ -47,7 +48,7 @@ def check_speech(model: PreTrainedModel, processor: Any, speech: Speech) -> None
             raise UsageError(what, key="prompt", way_out="Give the end of it.")
 
 
-def _language_token(processor: Any, language: str) -> str:
+def _language_token(processor: object, language: str) -> str:
     """`de`, `german` and `<|de|>` are one."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE  # seconds
 
@@ -55,7 +56,12 @@ def _language_token(processor: Any, language: str) -> str:
 
 
 def transcripts(
-    model: PreTrainedModel, inputs: Mapping[str, Any], processor: Any, speech: Speech | None, *, max_new_tokens: int
+    model: PreTrainedModel,
+    inputs: Mapping[str, object],
+    processor: object,
+    speech: Speech | None,
+    *,
+    max_new_tokens: int,
 ) -> list[Transcript]:
     """The transcript of each sound.
 
@@ -72,7 +78,7 @@ def transcripts(
     inputs, start_tokens = _as_heard(dict(inputs), processor, speech)
     most = min(max_new_tokens, model.config.max_target_positions - start_tokens)
     finite = FiniteScores(len(inputs["input_features"]))
-    chosen: dict[str, Any] = {"do_sample": False}
+    chosen: JsonObject = {"do_sample": False}
     if speech is not None and speech.temperature:
         chosen = {"do_sample": True, "temperature": speech.temperature}
     with torch.inference_mode():
@@ -90,7 +96,7 @@ def transcripts(
     return found
 
 
-def _as_heard(inputs: dict[str, Any], processor: Any, speech: Speech | None) -> tuple[dict[str, Any], int]:
+def _as_heard(inputs: dict[str, Any], processor: Any, speech: Speech | None) -> tuple[JsonObject, int]:
     """What `generate` takes, and with how many tokens a transcript begins."""
     starts = inputs.get("decoder_input_ids")
     start_tokens = _LONGEST_START if starts is None else starts.shape[1]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -64,7 +65,7 @@ class OmniVoice(AnsweringVoice):
 
     @classmethod
     @override
-    def can_speak(cls, config: Mapping[str, Any]) -> bool:
+    def can_speak(cls, config: Mapping[str, object]) -> bool:
         return bool(config.get("enable_audio_output", True))
 
     @property
@@ -104,7 +105,7 @@ class OmniVoice(AnsweringVoice):
         ids: Sequence[int],
         voice: str | None,
         seed: int | None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> np.ndarray:
         """Samples (N,) of an answer with these tokens; `settings`: further ones of `generate`."""
         inputs = in_dtype_of(self.model, move_to(self._encoder.collate([question]), self.model.device))
@@ -139,7 +140,7 @@ def _ended_by(is_given_up: Callable[[], bool], least: int) -> Callable[..., torc
     return ends
 
 
-def _of_talker(sampling: Sampling) -> dict[str, Any]:
+def _of_talker(sampling: Sampling) -> JsonObject:
     """What is set of a sampling, as transformers' `generate` takes it for the talker."""
     if sampling.temperature == 0:
         return {"talker_do_sample": False}

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import SPEAKER_CODE
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.qwen3tts_dataset import RATE, sequence_of, speaker_mel
 from mindspeed_mm.fsdp.models.behaviour.spoken_frames import SpokenFrames
@@ -35,7 +35,7 @@ from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
 _ROLE, _INSTRUCTIONS = "<|im_start|>assistant\n", ("<|im_start|>user\n", "<|im_end|>\n")
-_USUAL: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "do_sample": True}
+_USUAL: JsonObject = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "do_sample": True}
 _OF_PREDICTOR = "subtalker_"
 _USUAL_TOKENS = 2048
 _SMALL = "0b6"
@@ -153,7 +153,7 @@ class Qwen3TTSVoice(Voice):
         return ids.tolist()  # type: ignore[no-any-return]
 
 
-def _of_predictor(given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_predictor(given: Mapping[str, object]) -> JsonObject:
     """What a generation configuration says of the code predictor, by the names that it has for the talker."""
     own = {key.removeprefix(_OF_PREDICTOR): value for key, value in given.items() if key.startswith(_OF_PREDICTOR)}
     if "dosample" in own:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -90,7 +89,7 @@ class Utterance:
         return self.sound.samples.shape[1] / self.sound.rate
 
 
-def room_for(config: Any, length: int, most: int) -> int:
+def room_for(config: object, length: int, most: int) -> int:
     """How many tokens of speech there is room for behind a prompt: `most`, or fewer.
 
     Args:
@@ -143,7 +142,7 @@ class Voice(ABC):
         """
 
     @classmethod
-    def can_speak(cls, config: Mapping[str, Any]) -> bool:
+    def can_speak(cls, config: Mapping[str, object]) -> bool:
         """Whether a model of this family speaks, by its config.json: a family may be released without its speech."""
         return True
 

@@ -81,7 +81,7 @@ def _by_grids(batch: Batch, config: object, patch: int) -> dict[str, list[int]]:
             frames += [height * width] * time
             tokens += time * height * width // merge**2
             if reach > 0:
-                windows += _cut(height * width, 2 * reach + 1) * time
+                windows += _piece_lengths(height * width, 2 * reach + 1) * time
             elif side:
                 windows += [*windows_of(height // merge, width // merge, side, merge)] * time
     return {units.CUTS: frames, units.PATCHES: frames, units.WINDOWS: windows, units.MEDIA: [tokens]}
@@ -96,11 +96,11 @@ def windows_of(height: int, width: int, side: int, merge: int) -> Iterable[int]:
         side: Of a window, in merged squares.
         merge: Patches along a side of a square.
     """
-    rows, columns = _cut(height, side), _cut(width, side)
+    rows, columns = _piece_lengths(height, side), _piece_lengths(width, side)
     return [row * column * merge**2 for row, column in product(rows, columns)]
 
 
-def _cut(whole: int, side: int) -> list[int]:
+def _piece_lengths(whole: int, side: int) -> list[int]:
     """Lengths of the pieces of a side; the last one is what is left."""
     return [min(side, whole - start) for start in range(0, whole, side)]
 

@@ -47,7 +47,9 @@ def count_flops(
     for product in products:
         gradients = gradients_of[id(product)]
         is_again = gradients > 0 and product.kind not in keeps and _is_inside(product, again)
-        works.append(ModuleFlops(_shown(product), product.kind, product.unit, product.flops, gradients, is_again))
+        works.append(
+            ModuleFlops(_module_of_product(product), product.kind, product.unit, product.flops, gradients, is_again)
+        )
     return FlopCount(tuple(works), sequences.lengths, tuple(dict.fromkeys(reader.uncounted)))
 
 
@@ -56,7 +58,7 @@ def _is_inside(product: Product, names: Collection[str]) -> bool:
     return any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1)) or "" in names
 
 
-def _shown(product: Product) -> str:
+def _module_of_product(product: Product) -> str:
     """The module that a layer belongs to; the layer itself where it stands alone."""
     if product.attends:
         return product.module

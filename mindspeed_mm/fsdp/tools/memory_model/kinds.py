@@ -238,7 +238,7 @@ class _Likeness:
             return self._all_alike(left, right) and self._all_alike(left.values(), right.values())
         if isinstance(left, (list, tuple)):
             return self._all_alike(left, right)
-        parts = _parts_of(left), _parts_of(right)
+        parts = _made_of(left), _made_of(right)
         if parts[0] is None or parts[1] is None:
             return False
         return self._alike(*parts)
@@ -247,7 +247,7 @@ class _Likeness:
         return len(left) == len(right) and all(self._alike(*pair) for pair in zip(left, right, strict=True))
 
 
-def _parts_of(value: Any) -> list[object] | None:
+def _made_of(value: object) -> list[object] | None:
     """What an object is made of; None: nobody knows, so it is like no other."""
     if isinstance(value, FunctionType):
         return [value.__code__.co_code, value.__code__.co_consts, value.__code__.co_names, value.__code__.co_freevars,

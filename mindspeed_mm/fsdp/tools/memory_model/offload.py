@@ -43,7 +43,7 @@ class SimulatedOffload:
             forward = self._travelling(module.forward, stays=name == listed[-1])
             replace_forward(module, ForwardKind.SIMULATION, forward)
 
-    def _travelling(self, forward: Callable[..., Any], *, stays: bool) -> Callable[..., Any]:
+    def _travelling(self, forward: Callable[..., object], *, stays: bool) -> Callable[..., object]:
         def run(*args: object, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
@@ -58,7 +58,7 @@ class SimulatedOffload:
 
         return run
 
-    def _pack(self, number: int, tensor: torch.Tensor) -> Any:
+    def _pack(self, number: int, tensor: torch.Tensor) -> object:
         size, entry = tensor.untyped_storage().nbytes(), self._simulation.entry_of(tensor)
         if entry is None or size < SMALLEST_BYTES:
             return tensor.detach()

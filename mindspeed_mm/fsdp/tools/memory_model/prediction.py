@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.cut import untie
 from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
 from mindspeed_mm.fsdp.distributed.tensor.plan import Style
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import keeps_a_copy
 from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -514,12 +514,12 @@ class _Step:
         ledger.give_back(ledger.take(Label(TEMPORARY, "optimizer"), taken))
         matrices = {name for name, settings in self._plan.groups.settings.items() if settings.matrices}
         state = partial(state_bytes, training=training, matrices=matrices)
-        static = static_part(rank.units, state, averages=keeps_a_copy(arguments))
+        static = static_part(rank.units, state, averages=keeps_a_copy(arguments.training, arguments.posttrain))
         buffers = _sum_bytes(self._model.buffers())
         waiting, weights = set(self._plan.parallel.sharding.on_host), 0
         for unit in rank.units:
             weights += sum(parameter.bytes for parameter in unit.parameters if parameter.name in waiting)
-        on_host = _host_bytes(static, arguments, device_type, weights)
+        on_host = _host_bytes(static, arguments.parallel, arguments.training, device_type, weights)
         on_device = static.parameters + static.optimizer + static.average + buffers - on_host
         moment = ledger.peak()
         return MemoryPrediction(
@@ -567,12 +567,14 @@ def _sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weights: int) -> int:
+def _host_bytes(
+    static: StaticPart, parallel: ParallelArguments, training: TrainingArguments, device_type: str, weights: int
+) -> int:
     """`weights`: of blocks that wait for their turn."""
     if device_type == "cpu":
         return 0
-    if arguments.parallel.fsdp_plan.cpu_offload:
+    if parallel.fsdp_plan.cpu_offload:
         return static.parameters + static.optimizer + static.average
-    if OPTIMIZERS[arguments.training.optimizer].moments_on_host:
+    if OPTIMIZERS[training.optimizer].moments_on_host:
         return weights + static.optimizer
     return weights

@@ -175,7 +175,7 @@ class RepeatedBlocks:
             found.append(SimulatedRun(self._names[begin:end], period, left_out // period))
         return found
 
-    def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, index: int, *args: object, **kwargs: object) -> Any:
         follows = index > 0 and self._last == index - 1
         before = self._returned[index - 1].leaves if follows else ()
         given = _Values.of((args, kwargs), before)
@@ -242,7 +242,7 @@ class RepeatedBlocks:
         self._left, self._floor = period - 1, index + 1
         return True
 
-    def _handed_on(self, index: int, given: _Values) -> Any:
+    def _handed_on(self, index: int, given: _Values) -> object:
         """What a block returns that is as good as not there: what it was given, in the place of what came out of the
         block before."""
         example = self._returned[index - self._alike[index].period]

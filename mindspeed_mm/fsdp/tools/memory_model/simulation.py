@@ -80,7 +80,7 @@ class Simulation(TorchDispatchMode):
         outputs = self._run(function, args, kwargs or {})
         if function is torch.ops.aten._to_copy.default and isinstance(outputs, FakeTensor):
             self._keep_values(outputs, self._values_of(args[0]))
-        for output in _leaves(outputs):
+        for output in _passed_one_by_one(outputs):
             if isinstance(output, torch.Tensor):
                 self._book(output)
         return outputs
@@ -88,7 +88,7 @@ class Simulation(TorchDispatchMode):
     # --- what is fake and what is real ------------------------------------------------------------------------------
 
     def _run(self, function: OpOverload, args: Values, kwargs: dict[str, Any]) -> object:
-        tensors = [leaf for leaf in _leaves(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in _passed_one_by_one(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if function is torch.ops.aten.sum.dim_IntList or not _may_be_large(function, args, tensors):
                 return function(*args, **kwargs)
@@ -287,7 +287,7 @@ class _Leave:
 # --- numbers that a model looks at ----------------------------------------------------------------------------------
 
 
-def _leaves(*values: object) -> list[object]:
+def _passed_one_by_one(*values: object) -> list[object]:
     """What an operator takes or makes, one by one: lists are nested at most once."""
     found: list[object] = []
     for value in values:
@@ -320,12 +320,12 @@ def _with_plausible_numbers(function: OpOverload, args: Values, outputs: object)
     """Whole numbers and answers that were computed from fake numbers, made up."""
     if isinstance(outputs, torch.Tensor):
         return _made_up(function, args, outputs)
-    if isinstance(outputs, (list, tuple)) and any(_is_number(output) for output in outputs):
+    if isinstance(outputs, (list, tuple)) and any(_is_whole_or_valueless(output) for output in outputs):
         return type(outputs)(_made_up(function, args, output) for output in outputs)
     return outputs
 
 
-def _is_number(output: object) -> TypeGuard[torch.Tensor]:
+def _is_whole_or_valueless(output: object) -> TypeGuard[torch.Tensor]:
     """Whether an output is whole numbers or answers that have no values, and are few enough to be made up."""
     return (
         isinstance(output, FakeTensor)
@@ -336,7 +336,7 @@ def _is_number(output: object) -> TypeGuard[torch.Tensor]:
 
 
 def _made_up(function: OpOverload, args: Values, output: object) -> object:
-    if not _is_number(output) or function in _VIEWS_AND_COPIES:
+    if not _is_whole_or_valueless(output) or function in _VIEWS_AND_COPIES:
         return output
     if output.dtype == torch.bool:
         return torch.ones(output.shape, dtype=torch.bool)
@@ -430,7 +430,7 @@ _LOOKS_AT_NUMBERS: dict[OpOverload, Callable[[Values], object]] = {
 NOTE = "all but the inputs and outputs of linear layers: this model's code could not be simulated"
 
 
-def linear_activations(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, int]:
+def linear_activations(model: nn.Module, batch: Mapping[str, object], dtype: torch.dtype) -> dict[str, int]:
     """Bytes that linear layers keep, by module pattern: each token's inputs and outputs.
 
     Args:
@@ -438,14 +438,14 @@ def linear_activations(model: nn.Module, batch: Mapping[str, Any], dtype: torch.
         batch: A prepared micro-batch.
         dtype: What is computed in.
     """
-    tokens, sizes = _tokens(batch), Counter[str]()
+    tokens, sizes = _token_count(batch), Counter[str]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             sizes[pattern_of(name)] += tokens * (module.in_features + module.out_features) * dtype.itemsize
     return dict(sizes.most_common())
 
 
-def _tokens(batch: Mapping[str, Any]) -> int:
+def _token_count(batch: Mapping[str, object]) -> int:
     """Tokens of text, or else positions of latents, which are at least as many as their tokens."""
     if isinstance(text := batch.get("input_ids"), torch.Tensor):
         return text.numel()

@@ -102,12 +102,13 @@ def store_trajectories(arguments: Arguments) -> int:
     Raises:
         MMError: Model or data are off, or the folder holds another teacher's.
     """
-    dmd, folder = arguments.posttrain.dmd, TrajectoryFolder.of_run(arguments)
+    dmd = arguments.posttrain.dmd
+    folder = TrajectoryFolder.of_run(arguments.model, arguments.training, arguments.posttrain)
     with joined(arguments) as job:
         data = build_data(arguments, job)
         check_encoders((data.train,))
         folder.open()
-        loader = build_pass_loader(arguments, job.data_share, data.train)
+        loader = build_pass_loader(arguments.data, arguments.training, job.data_share, data.train)
         with job.setup("building the teacher"):
             teacher = assemble_reference(arguments, job.device).model
         adapter = facts_of(teacher).adapter

@@ -64,11 +64,11 @@ def build_critic(
     Raises:
         MMError: It cannot be built, has no weights, or reads other batches than the student.
     """
-    start, folder = critic_start(arguments), critic_folder(arguments)
+    start, folder = critic_start(arguments), critic_folder(arguments.posttrain)
     weights = None if folder else weights_folder_of_load(arguments.training.load)
-    with told_of_critic(arguments):
+    with told_of_critic(arguments.posttrain):
         assembled = assemble(start, device, weights=weights)
-    check_same_inputs(student, assembled.model, folder, critic_key(arguments))
+    check_same_inputs(student, assembled.model, folder, critic_key(arguments.posttrain))
     optimizer = build_optimizer(assembled.model, start.training, start.features, assembled.plan.groups, note=note)
     return Critic(assembled.model, optimizer, start.training.clip_grad, start.training.clip_grad_foreach)
 

@@ -7,26 +7,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mindspeed_mm.core.errors import Problem, told_as
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.train.reference_start import FOLDER_KEY as REFERENCE_KEY
 
 _OWN_KEY = "posttrain.dmd.critic_name_or_path"
 
 
-def critic_folder(arguments: Arguments) -> str | None:
+def critic_folder(posttrain: PosttrainArguments) -> str | None:
     """The folder that the critic starts from; None: the student's, as its training starts."""
-    return arguments.posttrain.dmd.critic_name_or_path or arguments.posttrain.reference.model_name_or_path
+    return posttrain.dmd.critic_name_or_path or posttrain.reference.model_name_or_path
 
 
-def critic_key(arguments: Arguments) -> str:
+def critic_key(posttrain: PosttrainArguments) -> str:
     """The key that names `critic_folder`."""
-    return _OWN_KEY if arguments.posttrain.dmd.critic_name_or_path else REFERENCE_KEY
+    return _OWN_KEY if posttrain.dmd.critic_name_or_path else REFERENCE_KEY
 
 
 def critic_start(arguments: Arguments) -> Arguments:
     """The configuration of the student, as that of its critic."""
-    dmd, training, folder = arguments.posttrain.dmd, arguments.training, critic_folder(arguments)
+    dmd, training, folder = arguments.posttrain.dmd, arguments.training, critic_folder(arguments.posttrain)
     given = {"model_name_or_path": folder} if folder else {}
     adapts = training.lora.enable if dmd.critic_lora is None else dmd.critic_lora
     lora = LoraArguments()
@@ -48,9 +48,9 @@ def critic_start(arguments: Arguments) -> Arguments:
 
 
 @contextmanager
-def told_of_critic(arguments: Arguments) -> Iterator[None]:
+def told_of_critic(posttrain: PosttrainArguments) -> Iterator[None]:
     """What is wrong with a folder that is not the student's is told under the key that names it."""
-    key, is_named = critic_key(arguments), critic_folder(arguments) is not None
+    key, is_named = critic_key(posttrain), critic_folder(posttrain) is not None
 
     def with_key(problem: Problem) -> Problem:
         return replace(problem, key=key) if is_named and problem.key == "model.model_name_or_path" else problem

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import ModelArguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_shift
 from mindspeed_mm.fsdp.train.distillation.build import Captions, encoder_of
 from mindspeed_mm.fsdp.train.distillation.trajectories import TrajectoryFolder, identities
@@ -119,7 +119,13 @@ class TrajectoryRegression:
 
 
 def build_regression(
-    arguments: Arguments, data: RunData, *, denoise: Denoiser, encoders: Callable[[], DiffusionPipeline]
+    model: ModelArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    data: RunData,
+    *,
+    denoise: Denoiser,
+    encoders: Callable[[], DiffusionPipeline],
 ) -> TrajectoryRegression:
     """The student and its teacher's trajectories.
 
@@ -135,13 +141,13 @@ def build_regression(
     adapter = denoise.adapter
     adapter.note_components(data.train.noted_components)
     assert adapter.few_steps is not None
-    folder = TrajectoryFolder.of_run(arguments)
+    folder = TrajectoryFolder.of_run(model, training, posttrain)
     folder.check()
     captions = Captions(adapter, encoders) if data.train.is_raw else None
     return TrajectoryRegression(
         StudentDrawing(denoise, adapter.few_steps),
         folder,
-        seed=arguments.training.seed,
+        seed=training.seed,
         encode=encoder_of(adapter, captions, encoders),
     )
 
@@ -155,7 +161,11 @@ class BlankTrajectories(TrajectoryFolder):
 
 
 def simulated_regression(
-    arguments: Arguments, adapter: DiffusionAdapter, compute_dtype: torch.dtype
+    model: ModelArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    adapter: DiffusionAdapter,
+    compute_dtype: torch.dtype,
 ) -> TrajectoryRegression:
     """The regression without trajectories, whose batches are of the same shapes.
 
@@ -164,7 +174,7 @@ def simulated_regression(
         adapter: The family.
         compute_dtype: What the transformer computes in.
     """
-    few = FewSteps.of_run(arguments)
+    few = FewSteps.of_run(training, posttrain)
     assert few is not None
-    student = StudentDrawing(Denoiser(adapter, compute_dtype, arguments.training.diffusion.guidance), few)
-    return TrajectoryRegression(student, BlankTrajectories(Path(), {}), seed=arguments.training.seed, encode=dict)
+    student = StudentDrawing(Denoiser(adapter, compute_dtype, training.diffusion.guidance), few)
+    return TrajectoryRegression(student, BlankTrajectories(Path(), {}), seed=training.seed, encode=dict)

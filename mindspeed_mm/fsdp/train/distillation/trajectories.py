@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.loss.denoising import noise_of, real_rows, shift_sigma
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, blank_text
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.sampling.few_steps import student_shift
 
 KEY = "posttrain.reference.path"
@@ -87,21 +87,23 @@ class TrajectoryFolder:
         self.path, self._facts = path, facts
 
     @classmethod
-    def of_run(cls, arguments: Arguments) -> TrajectoryFolder:
+    def of_run(
+        cls, model: ModelArguments, training: TrainingArguments, posttrain: PosttrainArguments
+    ) -> TrajectoryFolder:
         """That of a configuration.
 
         Raises:
             ConfigError: Nothing names it.
         """
-        if arguments.posttrain.reference.path:
-            return cls(Path(arguments.posttrain.reference.path), _facts_of(arguments))
-        if not arguments.training.save:
+        if posttrain.reference.path:
+            return cls(Path(posttrain.reference.path), _facts_of(model, training, posttrain))
+        if not training.save:
             raise ConfigError(
                 "is not given, and neither is training.save, where the teacher's trajectories would be",
                 key=KEY,
                 way_out="Set training.save and run `mm posttrain reference`, or name the folder that it wrote.",
             )
-        return cls(Path(arguments.training.save) / _FOLDER, _facts_of(arguments))
+        return cls(Path(training.save) / _FOLDER, _facts_of(model, training, posttrain))
 
     def check(self) -> None:
         """Compare what is there with the configuration.
@@ -177,14 +179,14 @@ class TrajectoryFolder:
         return self.path / f"{identity}.safetensors"
 
 
-def _facts_of(arguments: Arguments) -> dict[str, str]:
-    dmd = arguments.posttrain.dmd
-    own = arguments.posttrain.reference.model_name_or_path
-    folder = own or weights_folder_of_load(arguments.training.load) or arguments.model.model_name_or_path
+def _facts_of(model: ModelArguments, training: TrainingArguments, posttrain: PosttrainArguments) -> dict[str, str]:
+    dmd = posttrain.dmd
+    own = posttrain.reference.model_name_or_path
+    folder = own or weights_folder_of_load(training.load) or model.model_name_or_path
     facts = {} if folder is None else {"weights": base_weights_mark(Path(folder))}
     for name in ("denoising_step_list", "timestep_shift", "guidance_scale", "negative_prompt", "num_inference_steps"):
         facts[f"posttrain.dmd.{name}"] = str(dmd[name])
-    return facts | {"training.diffusion.shift": str(arguments.training.diffusion.shift)}
+    return facts | {"training.diffusion.shift": str(training.diffusion.shift)}
 
 
 def identities(batch: Batch) -> list[str]:
@@ -227,7 +229,7 @@ class TrajectoryWriter:
         blank: dict[str, torch.Tensor] | None,
         device: torch.device,
     ) -> None:
-        few = FewSteps.of_run(arguments)
+        few = FewSteps.of_run(arguments.training, arguments.posttrain)
         assert few is not None
         self._folder, self._denoise, self._teacher, self._few = folder, denoise, teacher, few
         self._steps, self._seed = arguments.posttrain.dmd.num_inference_steps, arguments.training.seed

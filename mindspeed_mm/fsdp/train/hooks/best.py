@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.artifacts import RunFolder, atomic_write_text
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.params.evaluate_args import EvaluateArguments
 from mindspeed_mm.fsdp.train.hooks.checkpoint import CheckpointHook
@@ -67,9 +67,9 @@ class BestSoFar:
         """What was known after a step."""
         return BestSoFar(self.metric, self.min_delta, [each for each in self.history if each[0] <= step])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return what `best.json` holds: the metric, the best measurement with its checkpoint, and the history."""
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         if (best := self.best) is not None:
             found = {"step": best[0], "value": best[1], "checkpoint": checkpoint_folder(Path(), best[0]).name}
         return {"metric": self.metric, **found, "history": self.history}

@@ -62,7 +62,7 @@ def adapter_start_hook(parts: RunParts) -> Hook | None:
     is_from_data = training.lora.enable and training.lora.init_lora_weights in FROM_DATA
     if not is_from_data or parts.resume.checkpoint is not None:
         return None
-    loader = build_pass_loader(parts.arguments, parts.job.data_share, parts.data.train)
+    loader = build_pass_loader(parts.arguments.data, parts.arguments.training, parts.job.data_share, parts.data.train)
     return AdapterStartHook(loader.one_pass, training.lora, training.seed, parts.record.note)
 
 

@@ -272,14 +272,14 @@ class EvaluationHook(Hook):
 def metrics_of(evaluation: Evaluation, metric: str) -> dict[str, float]:
     """The scores by the names of the log; of tasks where there are several."""
     name = METRIC_NAMES[metric]
-    metrics = {name: _value(evaluation.overall)}
+    metrics = {name: _score_value(evaluation.overall)}
     if len(evaluation.tasks) > 1:
         for task, score in evaluation.tasks.items():
-            metrics[f"{name}/{task}"] = _value(score)
+            metrics[f"{name}/{task}"] = _score_value(score)
     return metrics
 
 
-def _value(score: Score | ErrorRate) -> float:
+def _score_value(score: Score | ErrorRate) -> float:
     return score.accuracy if isinstance(score, Score) else score.rate
 
 

@@ -5,7 +5,6 @@ of the samples; after its last step losses, time, where it lies, the next comman
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import list_iterations
+from mindspeed_mm.core.terminal import quoted
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
@@ -278,11 +278,11 @@ def _bad_samples(counts: Sequence[DataCounts]) -> dict[str, str]:
 def summary_hook(parts: RunParts) -> Hook:
     """The hook, which every run has."""
     folder = parts.arguments.model.model_name_or_path
-    options = parts.family.trial_options(parts.assembled.model) if folder and _answers(Path(folder)) else None
+    options = parts.family.trial_options(parts.assembled.model) if folder and _answers_or_draws(Path(folder)) else None
     return SummaryHook(parts.record.progress.note, parts.arguments.training.save, options)
 
 
-def _answers(folder: Path) -> bool:
+def _answers_or_draws(folder: Path) -> bool:
     """Whether a model's folder has what a question is read by, or draws: an own module's has neither."""
     return (folder / "model_index.json").is_file() or any(folder.glob("token*")) or any(folder.glob("*processor*"))
 
@@ -323,9 +323,9 @@ class SummaryHook(Hook):
             return
         took = clock(time.monotonic() - self._began)
         self._note(f"done   step {engine.iteration} of {engine.schedule.total_steps}, {took} for this start")
-        self._note(f"loss   {_described(self._last, self._lowest)}")
+        self._note(f"loss   {_loss_words(self._last, self._lowest)}")
         if self._last_validation[0]:
-            self._note(f"valid  {_described(self._last_validation, self._lowest_validation)}")
+            self._note(f"valid  {_loss_words(self._last_validation, self._lowest_validation)}")
         if self._save is None:
             self._note("run    nothing was saved: training.save is not set")
             return
@@ -338,7 +338,7 @@ class SummaryHook(Hook):
         if best is not None and best[0] != steps[-1]:
             told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
         self._note(f"run    {self._save}, {told}")
-        run = shlex.quote(self._save)
+        run = quoted(self._save)
         trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
         self._note(f"next   {trial}mm report {run}")
 
@@ -346,7 +346,7 @@ class SummaryHook(Hook):
         """Nothing: the error says what to do."""
 
 
-def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
+def _loss_words(last: tuple[int, float], lowest: tuple[int, float]) -> str:
     """`final 0.1234, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
     told = f"final {last[1]:.4f}"
     if lowest[0] and lowest != last:

@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.artifacts import SAMPLES_MANIFEST, RunFolder, atomic_write_text
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -44,7 +45,7 @@ _MOST_SHOWN = 32
 class RankSamples:
     """What one rank made of a round."""
 
-    entries: list[dict[str, Any]]
+    entries: list[JsonObject]
     """Lines of the manifest."""
     problems: list[str]
 

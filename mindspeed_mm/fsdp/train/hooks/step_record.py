@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.models.structure.stages import first_names
 from mindspeed_mm.fsdp.optimizer.offload import gradient_of
@@ -133,14 +134,14 @@ def _gathered(cuts: Sequence[_Cut], group: dist.ProcessGroup) -> dict[str, torch
     }
 
 
-def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
+def of_all_stages(own: dict[str, Any]) -> JsonObject:
     """Entries by parameter name, with those of the other pipeline stages. Collective where there are any."""
     state = get_parallel_state()
     if state.axis_size("pp") == 1:
         return own
     parts = [own] * state.axis_size("pp")
     dist.all_gather_object(parts, own, group=state.axis_group("pp"))
-    whole: dict[str, Any] = {}
+    whole: JsonObject = {}
     for part in parts:
         whole |= part
     return whole

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.config_path import with_value
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
@@ -27,7 +27,7 @@ _MOST_ADVICE = 3
 class Change:
     """Something that a person may change."""
 
-    settings: Mapping[str, Any]
+    settings: JsonMapping
     """Dotted key → value."""
     rows_share: float = 1.0
     """What is left of a micro-batch's rows."""
@@ -37,7 +37,7 @@ class Change:
     """Factor on the ranks."""
 
     def __str__(self) -> str:
-        words = [f"{key}={_yaml(value)}" for key, value in self.settings.items()]
+        words = [f"{key}={_yaml_word(value)}" for key, value in self.settings.items()]
         if self.ranks > 1:
             words.append(f"{self.ranks} times the ranks")
         return " ".join(words)
@@ -126,7 +126,7 @@ def _peak_with(
         return None
 
 
-def with_settings(arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:
+def with_settings(arguments: Arguments, settings: Mapping[str, object]) -> Arguments:
     """The configuration with dotted keys changed."""
     for key, value in settings.items():
         arguments = with_value(arguments, key, value)
@@ -146,5 +146,5 @@ def _rows(batch: Batch) -> int:
     return len(first) if first is not None else 1
 
 
-def _yaml(value: Any) -> str:
+def _yaml_word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -28,7 +28,13 @@ from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LA
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import outline_vae, posterior_of
 from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    ParallelArguments,
+    PosttrainArguments,
+)
 from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
@@ -131,7 +137,7 @@ def _forecast(
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
     critic = critic_bytes(arguments, plan.parallel.sizes, prediction.gradients)
-    prediction = with_vae(prediction, arguments, outline, batch)
+    prediction = with_vae(prediction, arguments.model, arguments.data, arguments.parallel, outline, batch)
     on_host = prediction.on_host
     if is_on_host := arguments.parallel.fsdp_plan.cpu_offload and device_type != "cpu":
         on_host += reference + critic
@@ -139,7 +145,7 @@ def _forecast(
         prediction,
         reference=0 if is_on_host else reference,
         critic=0 if is_on_host else critic,
-        blocks=blocks_bytes(arguments, outline.adapter, batch),
+        blocks=blocks_bytes(arguments.parallel, arguments.posttrain, outline.adapter, batch),
         resident=prediction.resident + reference + critic,
         on_host=on_host,
         approximations=(*prediction.approximations, *notes),
@@ -183,7 +189,14 @@ def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torc
 # --- the frozen VAE ---------------------------------------------------------------------------------------------------
 
 
-def with_vae(prediction: MemoryPrediction, arguments: Arguments, outline: Outline, batch: Batch) -> MemoryPrediction:
+def with_vae(
+    prediction: MemoryPrediction,
+    model: ModelArguments,
+    data: DataArguments,
+    parallel: ParallelArguments,
+    outline: Outline,
+    batch: Batch,
+) -> MemoryPrediction:
     """A prediction with the frozen VAE that encodes pictures of rows in front of each step, of models that name one
     (`vae_config`): its weights, and where that is more than the step takes, what encoding the largest picture takes. As
     before, where features are read instead.
@@ -191,13 +204,13 @@ def with_vae(prediction: MemoryPrediction, arguments: Arguments, outline: Outlin
     Raises:
         ModelFolderError: The model's folder has no VAE.
     """
-    basic = arguments.data.dataset_param.basic_parameters
+    basic = data.dataset_param.basic_parameters
     reads_features = basic.get("features_dir") is not None or "picture_posteriors" in batch
     has_vae = outline.kind is UNIFIED and attribute_at(outline.model, "config.vae_config") is not None
     if not has_vae or reads_features:
         return prediction
-    dtype = torch.promote_types(torch_dtype(arguments.parallel.fsdp_plan.computed_in), torch.float32)
-    vae = outline_vae(Path(str(arguments.model.model_name_or_path)))
+    dtype = torch.promote_types(torch_dtype(parallel.fsdp_plan.computed_in), torch.float32)
+    vae = outline_vae(Path(str(model.model_name_or_path)))
     held = sum(tensor.numel() * dtype.itemsize for tensor in vae.state_dict().values())
     if "picture_sizes" not in batch:
         notes = (*prediction.approximations, "the encoding of pictures, of which the first batch has none")
@@ -244,7 +257,7 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
     outline.model.requires_grad_(False)
     set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
     plan = resolve_plan(outline, reference_start(arguments), sizes, trains=False)
-    return _held_bytes(outline, plan, arguments)
+    return _held_bytes(outline, plan, arguments.parallel)
 
 
 def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> int:
@@ -260,32 +273,32 @@ def critic_bytes(arguments: Arguments, sizes: ParallelSizes, gradients: int) -> 
     Raises:
         MMError: It cannot be built.
     """
-    if not trains_critic(arguments):
+    if not trains_critic(arguments.posttrain):
         return 0
     start = critic_start(arguments)
-    with told_of_critic(arguments):
+    with told_of_critic(arguments.posttrain):
         outline = build_outline(start)
         plan = resolve_plan(outline, start, sizes)
     units = held_units(outline.model, plan.parallel)
     static = static_part(units, partial(state_bytes, training=start.training, matrices=()), averages=False)
-    return _held_bytes(outline, plan, arguments) + static.optimizer + max(0, static.gradients - gradients)
+    return _held_bytes(outline, plan, arguments.parallel) + static.optimizer + max(0, static.gradients - gradients)
 
 
-def blocks_bytes(arguments: Arguments, adapter: Any, batch: Batch) -> int:
+def blocks_bytes(parallel: ParallelArguments, posttrain: PosttrainArguments, adapter: Any, batch: Batch) -> int:
     """Bytes of the keys and values of finished blocks of frames while samples are drawn; 0 where they are drawn at
     once."""
-    size = arguments.posttrain.dmd.num_frame_per_block
-    if not trains_critic(arguments) or size is None:
+    size = posttrain.dmd.num_frame_per_block
+    if not trains_critic(posttrain) or size is None:
         return 0
     rows, *shape = batch["latents"].shape
     finished = (shape[0], max(0, shape[1] - size), *shape[2:])
-    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    compute = torch_dtype(parallel.fsdp_plan.param_dtype) or torch.float32
     return int(rows * adapter.kept_of_blocks(adapter.geometry.tokens(finished)) * compute.itemsize)
 
 
-def _held_bytes(outline: Outline, plan: ModelPlan, arguments: Arguments) -> int:
+def _held_bytes(outline: Outline, plan: ModelPlan, parallel: ParallelArguments) -> int:
     """Of a model's shards, its buffers, and the units that stay gathered when no backward pass follows."""
-    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+    compute = torch_dtype(parallel.fsdp_plan.param_dtype)
     units = held_units(outline.model, plan.parallel)
     reshards = plan.parallel.sharding.section.reshard_after_forward is not False
     held = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 Function = Callable[..., Any]
@@ -41,7 +42,7 @@ class Callbacks:
     data_provider: Callable[..., Any] | None = None
     """`()` or `(num_samples)`: returns one to three of loader, data set, iterator or None: training, validation,
     test."""
-    forward_step: Callable[..., Any] | None = None
+    forward_step: Callable[..., object] | None = None
     """`(data_iterator, model)`: returns the model's output, and a function that makes the loss of it."""
 
     def build_model(self) -> nn.Module:
@@ -137,7 +138,7 @@ class LossValue:
     """0-d, differentiable; fp32 at least."""
     tokens: torch.Tensor | None
     """How many tokens the loss is summed over, 0-d; None where the function does not say."""
-    report: dict[str, Any]
+    report: JsonObject
     """Numbers to show: name → tensor or number, or a pair of a sum and what it is divided by."""
 
 
@@ -182,7 +183,7 @@ def _read_loss(returned: object) -> LossValue:
 def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
     """Return the number as a 0-d tensor of the loss's type and device. Raises `ConfigError` for no number, and for a
     negative one on the host."""
-    is_number = _is_number(given)
+    is_number = _is_real(given)
     on_host = not isinstance(given, torch.Tensor) or given.device.type == "cpu"  # another device would be waited for
     if not is_number or (on_host and given < 0):
         raise ConfigError(
@@ -203,7 +204,7 @@ def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
         is_pair = isinstance(value, (tuple, list)) and len(value) == 2
         parts = value if is_pair else (value,)
         found[name] = value
-        if not all(map(_is_number, parts)):
+        if not all(map(_is_real, parts)):
             raise ConfigError(
                 f"reports {_described(value)} as '{name}'",
                 key="loss_func",
@@ -212,7 +213,7 @@ def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _is_number(value: object) -> bool:
+def _is_real(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, (np.ndarray, np.generic)):

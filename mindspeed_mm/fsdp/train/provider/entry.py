@@ -30,7 +30,7 @@ def run_entry(call: Callable[[], object]) -> None:
     try:
         call()
     except MMError as error:
-        _end(error)
+        _exit_with(error)
 
 
 def end_scripts_by_their_errors() -> None:
@@ -42,11 +42,11 @@ def end_scripts_by_their_errors() -> None:
 
 def _end_or_trace(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, MMError):
-        _end(error)  # Python takes the exit code of a hook that exits
+        _exit_with(error)  # Python takes the exit code of a hook that exits
     sys.__excepthook__(kind, error, trace)
 
 
-def _end(error: MMError) -> NoReturn:
+def _exit_with(error: MMError) -> NoReturn:
     text, rank = str(error), os.environ.get("RANK", "0")
     if os.environ.get("MM_TRACEBACK") == "1":
         text = "".join(traceback.format_exception(error))

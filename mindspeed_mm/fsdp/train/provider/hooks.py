@@ -21,6 +21,7 @@ from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.ptd.conversions import hf_to_megatron
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.folder_writing import remove_written
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -63,7 +64,7 @@ class ReportHook(Hook):
             self._record.metrics({"step": result.step, **named})
 
 
-def reported(reports: Sequence[dict[str, Any]], ranks: dist.ProcessGroup | None) -> dict[str, float]:
+def reported(reports: Sequence[JsonObject], ranks: dist.ProcessGroup | None) -> dict[str, float]:
     """The means of what loss functions reported, on all ranks. Ranks may have nothing to report: stages but the last.
 
     Args:
@@ -246,7 +247,7 @@ def division_of(sizes: ParallelSizes, stages: StagePlan | None, folder: Path) ->
     for lap in laps:
         own = range(lap * stages.ranks, (lap + 1) * stages.ranks)
         text.append([len(stages.layers_of(stage)) for stage in own])
-    towers: dict[str, Any] = {}
+    towers: JsonObject = {}
     for tower, key in (("vision", "vit_pp_layers"), ("audio", "audio_pp_layers")):
         if tower in depths:
             first = [[0] * stages.ranks for _ in laps]

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
+
 
 class JsonSection(Namespace):
     """`section.text_decoder.num_layers`, `section["text_decoder"]`, `section.get("num_layers", 1)`, `to_dict()`.
@@ -14,7 +16,7 @@ class JsonSection(Namespace):
         values: As the file has them; sections inside become the same.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, values: Mapping[str, object] | None = None) -> None:
         super().__init__(**{str(key): _as_section(value) for key, value in (values or {}).items()})
 
     def __getitem__(self, key: str) -> Any:
@@ -35,12 +37,12 @@ class JsonSection(Namespace):
         """Pairs of keys and values."""
         return vars(self).items()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As plain dicts and lists."""
         return {key: _as_plain(value) for key, value in vars(self).items()}
 
 
-def _as_section(value: object) -> Any:
+def _as_section(value: object) -> object:
     if isinstance(value, Mapping):
         return JsonSection(value)
     if isinstance(value, list):
@@ -48,7 +50,7 @@ def _as_section(value: object) -> Any:
     return value
 
 
-def _as_plain(value: object) -> Any:
+def _as_plain(value: object) -> object:
     if isinstance(value, JsonSection):
         return value.to_dict()
     if isinstance(value, list):

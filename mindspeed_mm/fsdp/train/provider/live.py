@@ -5,13 +5,13 @@ forward step sees it, around the library's module that is planned, sharded and s
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.utils.at_hand import held_arguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
@@ -28,7 +28,7 @@ class LiveRun:
     """The parsed flags."""
     trainer: ProviderTrainer | None = None
     """The trainer, from the moment it begins until it ends."""
-    data_json: Mapping[str, Any]
+    data_json: JsonMapping
     """The file of `--mm-data`, as it was read."""
 
     def __init__(self) -> None:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint.resume import PROVIDED
 from mindspeed_mm.fsdp.data import DataPosition, MMDataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
@@ -49,7 +50,7 @@ class ProvidedDataset(MMDataset):
         return 0
 
     @override
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return {"class": self._name}
 
 
@@ -115,7 +116,7 @@ class ProvidedLoader:
             way_out="Set it to a number of steps (--train-iters).",
         )
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved.
 
         Raises:
@@ -166,7 +167,7 @@ class ProvidedLoader:
             steps += 1
             yield [self._prepare(batch) for batch in step]
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self) -> Iterator[object]:
         """Micro-batches of this rank, epoch after epoch; `position` is behind the one that was yielded last."""
         epoch, skip = self.position.epoch, self.position.index // self.deal.dp_size
         if positions_itself(self._source):

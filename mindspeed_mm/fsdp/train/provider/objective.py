@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.optimizer.clip_grad import unscale_grads_
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue, name_of
@@ -55,7 +55,7 @@ class ProviderObjective:
         self._present = present or (lambda model: model)
         self.tokens_of_losses: list[torch.Tensor] = []
         """Tokens of the micro-batches since somebody last took them; filled with `per_token` alone."""
-        self.reports: list[dict[str, Any]] = []
+        self.reports: list[JsonObject] = []
         """What loss functions reported since somebody last took it, one entry a micro-batch."""
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
@@ -98,11 +98,11 @@ class ProviderObjective:
             self.reports.append({name: _detached(number) for name, number in value.report.items()})
         return {self.term: self._scaled(value)}
 
-    def use(self, forward_step: Callable[..., Any]) -> None:
+    def use(self, forward_step: Callable[..., object]) -> None:
         """Call another forward step from now on."""
         self._callbacks = replace(self._callbacks, forward_step=forward_step)
 
-    def take_reports(self) -> list[dict[str, Any]]:
+    def take_reports(self) -> list[JsonObject]:
         """`reports`, which are empty afterwards."""
         taken, self.reports = self.reports, []
         return taken
@@ -125,7 +125,7 @@ class ProviderObjective:
         return value.loss
 
 
-def _own_part(batch: Batch) -> Any:
+def _own_part(batch: Batch) -> object:
     """The user's batch, its tensors on the device where it is a plain dict; a new one each time, as a forward step may
     change it and stages call it several times."""
     raw = batch[RAW]
@@ -140,7 +140,7 @@ def _own_part(batch: Batch) -> Any:
     return own
 
 
-def _detached(number: object) -> Any:
+def _detached(number: object) -> object:
     if isinstance(number, torch.Tensor):
         return number.detach()
     if isinstance(number, (tuple, list)):
@@ -148,7 +148,7 @@ def _detached(number: object) -> Any:
     return number
 
 
-def reduce_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def reduce_reports(reports: Sequence[JsonMapping]) -> dict[str, torch.Tensor]:
     """Sums and divisors of what was reported, (2,) fp64 by name: a number counts once, a pair is a sum and its
     divisor."""
     found: dict[str, torch.Tensor] = {}

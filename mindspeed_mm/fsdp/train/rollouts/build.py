@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.checkpoint.adapters import save_merged_hf
@@ -25,7 +26,13 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective, PolicyRule
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    PosttrainArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.posttrain_rewards.registry import (
@@ -82,7 +89,7 @@ def build_rollout_order(arguments: Arguments, share: DataShare, prompts: MMDatas
     """
     training, posttrain = arguments.training, arguments.posttrain
     grpo = posttrain.grpo
-    check_prompts(arguments, prompts)
+    check_prompts(arguments.model, arguments.data, arguments.posttrain, prompts)
     plan = RolloutPlan(
         grpo.num_generations,
         grpo.steps_per_generation,
@@ -93,15 +100,19 @@ def build_rollout_order(arguments: Arguments, share: DataShare, prompts: MMDatas
     )
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
     folder = Path(training.save) if training.save and (posttrain.rollout.keep or plan.uses > 1) else None
-    return RolloutOrder(_build_prompt_loader(arguments, share, prompts), plan, folder)
+    return RolloutOrder(
+        _build_prompt_loader(arguments.data, arguments.training, arguments.posttrain, share, prompts), plan, folder
+    )
 
 
-def check_prompts(arguments: Arguments, dataset: MMDataset) -> None:
+def check_prompts(
+    model: ModelArguments, data: DataArguments, posttrain: PosttrainArguments, dataset: MMDataset
+) -> None:
     """Raise `ConfigError` unless the samples of a data set are prompts for the model that is trained."""
-    kind = kind_of_folder(arguments.model.model_name_or_path)
+    kind = kind_of_folder(model.model_name_or_path)
     if dataset.prompts_for is not kind:
         raise ConfigError(
-            f"'{arguments.data.dataset_param.dataset_type}', but {arguments.posttrain.method} draws from prompts, and "
+            f"'{data.dataset_param.dataset_type}', but {posttrain.method} draws from prompts, and "
             f"its rows are none for a {kind.name} model",
             key="data.dataset_param.dataset_type",
             way_out=PROMPTS_OF_KINDS[kind],
@@ -122,11 +133,17 @@ MADE_BY_KINDS: dict[ModelKind, Literal["texts", "pictures"]] = {
 """Kind of model → what it makes of prompts."""
 
 
-def _build_prompt_loader(arguments: Arguments, share: DataShare, prompts: MMDataset) -> MMDataLoader:
+def _build_prompt_loader(
+    data: DataArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    share: DataShare,
+    prompts: MMDataset,
+) -> MMDataLoader:
     """The loader of the prompts of a rollout: a batch of them for each step that its samples are spread over."""
-    training, grpo = arguments.training, arguments.posttrain.grpo
+    grpo = posttrain.grpo
     samples = training.micro_batch_size * training.gradient_accumulation_steps
-    param = arguments.data.dataloader_param
+    param = data.dataloader_param
     with told_as(partial(_too_few_prompts, grpo.steps_per_generation)):
         return build_mm_dataloader(
             prompts,
@@ -138,7 +155,7 @@ def _build_prompt_loader(arguments: Arguments, share: DataShare, prompts: MMData
             dp_rank=share.rank,
             dp_size=share.ranks,
             seed=training.seed,
-            dataset_param=arguments.data.dataset_param,
+            dataset_param=data.dataset_param,
             group=share.group,
         )
 
@@ -160,7 +177,7 @@ def _marks_of_settings(arguments: Arguments, prompts: MMDataset) -> tuple[str, s
     again before its first checkpoint may have others. The second one is of what is drawn alone: rewards may be
     mended."""
     of_training = {"seed", "lora", "diffusion"}
-    sections: dict[str, Any] = {"model": True, "data": True, "posttrain": True, "training": of_training}
+    sections: JsonObject = {"model": True, "data": True, "posttrain": True, "training": of_training}
     given = arguments.model_dump(mode="json", include=sections)
     fingerprint = prompts.fingerprint()
     drawing = {**given, "posttrain": {**given["posttrain"], "rewards": None}}
@@ -185,7 +202,7 @@ def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
 
 
 def build_policy_objective(
-    arguments: Arguments, assembled: Assembled, data: RunData, reference: ReferenceModel | None = None
+    posttrain: PosttrainArguments, assembled: Assembled, data: RunData, reference: ReferenceModel | None = None
 ) -> PolicyObjective:
     """The loss on sampled answers.
 
@@ -197,7 +214,7 @@ def build_policy_objective(
     """
     head = assembled.applied.head
     assert head is not None  # see `check_method`
-    rollout = arguments.posttrain.rollout
+    rollout = posttrain.rollout
     seeing = [assembled.model]
     if isinstance(reference, FrozenModel):
         seeing.append(reference.model)
@@ -207,7 +224,7 @@ def build_policy_objective(
     return PolicyObjective(
         assembled.model,
         head,
-        policy_rule(arguments.posttrain.grpo, rollout),
+        policy_rule(posttrain.grpo, rollout),
         RepeatedMedia(*seeing),
         suppressed=never_drawn(assembled.model, data.train.processor),
         temperature=rollout.temperature,
@@ -242,7 +259,7 @@ def build_text_rollouts(
         build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
         objective,
         rule,
-        rewards_with_servers(arguments, LANGUAGE, job.device),
+        rewards_with_servers(arguments.posttrain, LANGUAGE, job.device),
         micro_batch_size=training.micro_batch_size,
         batch_size=rollout.batch_size or training.micro_batch_size,
         end_ids=end_ids(model, dataset),
@@ -278,7 +295,7 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
 
 
 def build_rewards(
-    arguments: Arguments,
+    posttrain: PosttrainArguments,
     device: torch.device | str = "cpu",
     judged: Literal["texts", "pictures"] | None = None,
 ) -> list[Reward]:
@@ -293,7 +310,7 @@ def build_rewards(
         ConfigError: One is unknown, does not take its settings, or judges something else.
     """
     rewards = []
-    for place, each in enumerate(arguments.posttrain.rewards):
+    for place, each in enumerate(posttrain.rewards):
         key = f"{KEY}[{place}]"
         with told_under(key):
             if judged is not None:
@@ -304,7 +321,9 @@ def build_rewards(
     return rewards
 
 
-def rewards_with_servers(arguments: Arguments, kind: ModelKind, device: torch.device | str = "cpu") -> list[Reward]:
+def rewards_with_servers(
+    posttrain: PosttrainArguments, kind: ModelKind, device: torch.device | str = "cpu"
+) -> list[Reward]:
     """The same for what a kind of model makes; the servers that they need have been asked, by one rank, whether they
     are there.
 
@@ -312,7 +331,7 @@ def rewards_with_servers(arguments: Arguments, kind: ModelKind, device: torch.de
         ConfigError: One is unknown, does not take its settings, or judges something else.
         MachineError: A server is not there.
     """
-    rewards = build_rewards(arguments, device, MADE_BY_KINDS[kind])
+    rewards = build_rewards(posttrain, device, MADE_BY_KINDS[kind])
     for reward in rewards:
         Ranks().first(f"asking the server of the reward '{reward.name}'", reward.check_server)
     return rewards

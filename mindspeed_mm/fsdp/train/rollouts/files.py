@@ -12,11 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, parse_json
 
 FOLDER = "rollouts"
 _CHECKSUM = "sha256"
@@ -26,8 +25,8 @@ _CHECKSUM = "sha256"
 class StoredRollout:
     """A rollout of all ranks."""
 
-    header: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]]
+    header: JsonMapping
+    samples: Sequence[JsonMapping]
     digest: str
     """Of the file."""
 
@@ -47,13 +46,13 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def text_of(header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+def text_of(header: Mapping[str, object], samples: Sequence[Mapping[str, object]]) -> str:
     """The content of a file; numbers as they are, to the last bit."""
     body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples)
-    return json.dumps({**header, _CHECKSUM: _checksum(header, body)}) + "\n" + body
+    return json.dumps({**header, _CHECKSUM: _rollout_checksum(header, body)}) + "\n" + body
 
 
-def _checksum(header: Mapping[str, Any], body: str) -> str:
+def _rollout_checksum(header: Mapping[str, object], body: str) -> str:
     return digest_of(json.dumps(header, sort_keys=True) + body)
 
 
@@ -94,7 +93,7 @@ def read_samples(path: Path) -> StoredRollout | None:
         header, samples = parse_json(first), [parse_json(line) for line in body.split("\n") if line]
     except (OSError, ValueError):
         return None
-    if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _checksum(header, body):
+    if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _rollout_checksum(header, body):
         return None
     return StoredRollout(header, samples, digest_of(text))
 

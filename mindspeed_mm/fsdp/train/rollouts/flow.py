@@ -6,7 +6,7 @@ and training, stands first; what builds all this for a run, last.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.seeds import derive_seed
@@ -72,9 +73,9 @@ class FlowSample:
 # --- in a file --------------------------------------------------------------------------------------------------------
 
 
-def packed_path(path: Trajectories) -> dict[str, Any]:
+def packed_path(path: Trajectories) -> JsonObject:
     """A trajectory as JSON takes it, to the bit."""
-    record: dict[str, Any] = {"latents": _packed(path.latents)}
+    record: JsonObject = {"latents": _packed(path.latents)}
     for name, steps in path.by_step.items():
         record[name] = {}
         for index, tensor in steps.items():
@@ -82,7 +83,7 @@ def packed_path(path: Trajectories) -> dict[str, Any]:
     return record
 
 
-def unpacked_path(record: Mapping[str, Any]) -> Trajectories:
+def unpacked_path(record: JsonMapping) -> Trajectories:
     """Rebuild the trajectory that `packed_path` wrote, to the bit."""
     path = Trajectories(_unpacked(record["latents"]))
     for name, steps in path.by_step.items():
@@ -91,7 +92,7 @@ def unpacked_path(record: Mapping[str, Any]) -> Trajectories:
     return path
 
 
-def _packed(tensor: torch.Tensor) -> list[Any]:
+def _packed(tensor: torch.Tensor) -> list[object]:
     array = tensor.contiguous().numpy()
     return [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode("ascii")]
 
@@ -255,7 +256,7 @@ class FlowRollouts:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def record(self, prompt: DrawnPrompt, sample: FlowSample) -> dict[str, Any]:
+    def record(self, prompt: DrawnPrompt, sample: FlowSample) -> JsonObject:
         """See `RolloutSource`. States are kept where a rollout serves several steps: the weights of the later ones
         would not draw it again."""
         record = {
@@ -268,7 +269,7 @@ class FlowRollouts:
             record["path"] = packed_path(sample.path)
         return record
 
-    def restore(self, record: Mapping[str, Any]) -> FlowSample:
+    def restore(self, record: JsonMapping) -> FlowSample:
         """Rebuild the sample that `record` wrote; its `path` stays None where the record has no trajectory."""
         sample = FlowSample(record["sample"])
         if "path" in record:
@@ -312,7 +313,7 @@ class FlowRollouts:
 
     def _policy_steps(self, samples: Sequence[FlowSample], common: Batch) -> Iterator[Batch]:
         """Of a policy gradient: one micro-batch for each step that is trained."""
-        path = Trajectories.joined(_paths(samples))
+        path = Trajectories.joined(_drawn_paths(samples))
         for index in self._window.trained(samples[0].rollout):
             batch = common | {
                 "latents": path.states[index],
@@ -327,7 +328,7 @@ class FlowRollouts:
     def _nft_levels(self, samples: Sequence[FlowSample], common: Batch) -> Iterator[Batch]:
         """Of negative-aware fine-tuning: each sample with noise of some levels of the sampler's grid, in an order of
         its own, and what the policy that drew it predicts there."""
-        latents = torch.stack([path.latents for path in _paths(samples)])
+        latents = torch.stack([path.latents for path in _drawn_paths(samples)])
         sigmas = torch.tensor(self._steps.sigmas[:-1], dtype=latents.dtype)
         orders = torch.stack([self._order(sample, len(sigmas)) for sample in samples])
         flow = self._posttrain.flow
@@ -358,7 +359,7 @@ class FlowRollouts:
         return batch | {"_reference": self._generator.predict(reference, batch, noisy)}
 
 
-def _paths(samples: Sequence[FlowSample]) -> list[Trajectories]:
+def _drawn_paths(samples: Sequence[FlowSample]) -> list[Trajectories]:
     """Of samples that have been drawn."""
     paths = []
     for sample in samples:
@@ -392,7 +393,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
-        rewards_with_servers(arguments, GENERATOR, job.device),
+        rewards_with_servers(arguments.posttrain, GENERATOR, job.device),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,
@@ -408,7 +409,7 @@ def generator_reference(arguments: Arguments, assembled: Assembled, device: torc
     """
     match reference_kind(arguments):
         case "adapters_off":
-            check_start(arguments)
+            check_start(arguments.training, arguments.posttrain)
             return lambda: adapters_off(assembled.model)
         case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
             return assembled.average.applied

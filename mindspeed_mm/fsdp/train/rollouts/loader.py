@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.loss.policy_gradient import Advantages, group_advantages
@@ -58,7 +59,7 @@ class Rollout:
 class _Begun:
     """A rollout whose samples are drawn, or are being drawn."""
 
-    header: dict[str, Any]
+    header: JsonObject
     prompts: list[list[Prompt]]
     """Of each step, each prompt as often as it has samples."""
     keys: list[list[str]]
@@ -145,7 +146,7 @@ class RolloutLoader:
         """Optimizer steps until so many epochs of prompts are done."""
         return self._order.steps_for(epochs)
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved; raises as `RolloutOrder.go_on`."""
         note = self._order.go_on(position, before, may_skip=may_skip)
         self.position = self._order.position
@@ -223,7 +224,7 @@ class RolloutLoader:
             steps_behind,
         )
 
-    def _header(self, number: int, samples: int) -> dict[str, Any]:
+    def _header(self, number: int, samples: int) -> JsonObject:
         """What tells a rollout from others; `samples` of this rank."""
         assert self._model is not None
         return {
@@ -275,7 +276,7 @@ class RolloutLoader:
         self.metrics.time(facts, begun.drawing_s + drawn - waits, judged - drawn)
         return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
 
-    def _drawn_before(self, header: Mapping[str, Any]) -> Future[list[list[object]]] | None:
+    def _drawn_before(self, header: Mapping[str, object]) -> Future[list[list[object]]] | None:
         """This rank's samples of this very rollout, which were drawn and not judged; None unless all ranks have
         theirs."""
         stored = files.read_samples(self._drawn_file(header)) if self._folder is not None else None
@@ -302,14 +303,14 @@ class RolloutLoader:
         text = files.text_of(self._drawn_header(begun.header), lines)
         files.write_samples(self._drawn_file(begun.header), text)
 
-    def _drawn_file(self, header: Mapping[str, Any]) -> Path:
+    def _drawn_file(self, header: JsonMapping) -> Path:
         assert self._folder is not None
         return files.drawn_file(self._folder, header["rollout"], self._job.state.data_rank)
 
-    def _drawn_header(self, header: Mapping[str, Any]) -> dict[str, Any]:
+    def _drawn_header(self, header: Mapping[str, object]) -> JsonObject:
         return {**header, "settings": self._settings[1], "data_ranks": self._job.state.data_size}
 
-    def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
+    def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[JsonObject]]:
         """What is kept of this rank's samples, step by step, with their scores."""
         assert self.source is not None
         kept = []
@@ -332,7 +333,7 @@ class RolloutLoader:
         if not self._keeps_all:
             files.remove_rollouts_before(self._folder, number - 1)
 
-    def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
+    def _with_advantages(self, lines: list[JsonObject], ranks: int) -> list[torch.Tensor]:
         """Those of this rank, step by step; every line gets its own."""
         plan, found = self._plan, self._worth(lines)
         for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
@@ -341,7 +342,7 @@ class RolloutLoader:
         by_step = found.values.view(plan.steps, ranks, -1)
         return list(by_step[:, self._job.state.data_rank])
 
-    def _worth(self, lines: Sequence[Mapping[str, Any]]) -> Advantages:
+    def _worth(self, lines: Sequence[Mapping[str, object]]) -> Advantages:
         """What rewards come to, for the log, too."""
         assert self.source is not None
         scores = scores_of_lines(lines)
@@ -387,7 +388,7 @@ class RolloutLoader:
         self.metrics.count(stored.samples, self.source.reward_names, list(map(self.source.facts, rollout.samples)))
         return rollout
 
-    def _own_lines(self, stored: files.StoredRollout, step: int) -> list[Mapping[str, Any]]:
+    def _own_lines(self, stored: files.StoredRollout, step: int) -> list[JsonMapping]:
         """This rank's share of the samples of a step."""
         ranks, rank = self._job.state.data_size, self._job.state.data_rank
         lines = [line for line in stored.samples if line["step"] == step]
@@ -404,7 +405,7 @@ class RolloutLoader:
             prompts.append(self._repeated([self.dataset[row] for row in rows]))
         return self._read(place.number, prompts, stored)
 
-    def _stored(self, number: int, header: Mapping[str, Any]) -> files.StoredRollout | None:
+    def _stored(self, number: int, header: Mapping[str, object]) -> files.StoredRollout | None:
         """A file of this very rollout, where all ranks see it."""
         if self._folder is None:
             return None
@@ -419,24 +420,24 @@ class RolloutLoader:
         """Whether this rank speaks for those that work on the same samples."""
         return bool(self._job.state.is_first_of_its_samples)
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _of_all(self, value: object) -> list[Any]:
         if self._job.world_size == 1:
             return [value]
         found = [value] * self._job.world_size
         dist.all_gather_object(found, value)
         return found
 
-    def _of_all_ranks(self, own: list[list[dict[str, Any]]] | None) -> tuple[list[dict[str, Any]], int]:
+    def _of_all_ranks(self, own: list[list[dict[str, Any]]] | None) -> tuple[list[JsonObject], int]:
         """All ranks' records: step by step, within a step rank by rank; and the number of these ranks.
 
         Args:
             own: Of each step; None on ranks that others speak for.
         """
-        by_rank: dict[int, list[list[dict[str, Any]]]] = {}
+        by_rank: dict[int, list[list[JsonObject]]] = {}
         for rank, records in self._of_all((self._job.state.data_rank, own)):
             if records is not None:
                 by_rank[rank] = records
-        lines: list[dict[str, Any]] = []
+        lines: list[JsonObject] = []
         for step in range(self._plan.steps):
             for rank in sorted(by_rank):
                 lines += by_rank[rank][step]

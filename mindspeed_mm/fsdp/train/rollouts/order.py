@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
@@ -67,11 +68,11 @@ class RolloutSource(Protocol):
         """(samples, rewards) fp64 scores; not a number where a reward does not judge a sample."""
         ...
 
-    def record(self, prompt: Any, sample: Any) -> dict[str, Any]:
+    def record(self, prompt: Any, sample: Any) -> JsonObject:
         """A sample as JSON takes it, exactly."""
         ...
 
-    def restore(self, record: Mapping[str, Any]) -> Any:
+    def restore(self, record: JsonMapping) -> object:
         """Rebuild the sample that `record` wrote."""
         ...
 
@@ -124,7 +125,7 @@ class RolloutOrder:
         """Optimizer steps until so many epochs of prompts are done."""
         return self.prompts.steps_for(epochs) * self.plan.uses
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: JsonMapping | None, *, may_skip: bool) -> str:
         """Take up a position that was saved.
 
         Raises:
@@ -206,7 +207,7 @@ class RolloutMetrics:
 
     def count(
         self,
-        lines: Sequence[Mapping[str, Any]],
+        lines: Sequence[JsonMapping],
         names: Sequence[str],
         facts: Sequence[Mapping[str, float]],
     ) -> None:
@@ -255,7 +256,7 @@ class RolloutMetrics:
         return metrics
 
 
-def scores_of_lines(lines: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def scores_of_lines(lines: Sequence[JsonMapping]) -> torch.Tensor:
     """(samples, rewards) fp64 of what is written of samples; not a number where a reward does not judge one.
 
     Args:

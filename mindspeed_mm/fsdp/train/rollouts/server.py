@@ -10,7 +10,7 @@ import base64
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError, MachineError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.outbound import RequestLimits, Server, key_header, one_line
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -45,9 +46,9 @@ class ServedPrompt(NamedTuple):
     """As the model is trained on it: each picture is as many tokens as it has."""
     pictures: list[str]
     """Data URIs, in order of place."""
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     """The same conversation as the interface of OpenAI takes it; empty where there are no pictures."""
-    tools: list[dict[str, Any]] | None
+    tools: list[JsonObject] | None
 
 
 class RolloutServer(ABC):
@@ -105,7 +106,7 @@ class RolloutServer(ABC):
             MachineError: The server is away, answers with something else, or makes other tokens of the prompt.
         """
 
-    def post(self, path: str, content: dict[str, Any], read: Callable[[Any], T]) -> T:
+    def post(self, path: str, content: Mapping[str, object], read: Callable[[Any], T]) -> T:
         """What `read` takes from the JSON of an answer, an empty one being null.
 
         Raises:
@@ -211,14 +212,16 @@ class VllmServer(RolloutServer):
         if prompt.pictures:
             return self._drawn_in_chat(prompt, settings, end_ids)
 
-        def read(told: Any) -> DrawnAnswer:
+        def read(told: object) -> DrawnAnswer:
             choice = _first_choice(told)
             log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             return self._answer(choice.get("token_ids"), log_probs, end_ids)
 
         return self.post("/v1/completions", {**settings, "prompt": prompt.token_ids, "logprobs": 0}, read)
 
-    def _drawn_in_chat(self, prompt: ServedPrompt, settings: dict[str, Any], end_ids: Sequence[int]) -> DrawnAnswer:
+    def _drawn_in_chat(
+        self, prompt: ServedPrompt, settings: Mapping[str, object], end_ids: Sequence[int]
+    ) -> DrawnAnswer:
         asked = {**settings, "messages": prompt.messages, "logprobs": True, "top_logprobs": 0}
         if prompt.tools:
             asked["tools"], asked["tool_choice"] = prompt.tools, "none"
@@ -234,8 +237,8 @@ class VllmServer(RolloutServer):
         return self.post("/v1/chat/completions", asked, read)
 
 
-def _first_choice(told: Any) -> dict[str, Any]:
-    choice: dict[str, Any] = ((told or {}).get("choices") or [{}])[0]
+def _first_choice(told: Any) -> JsonObject:
+    choice: JsonObject = ((told or {}).get("choices") or [{}])[0]
     return choice
 
 
@@ -339,7 +342,7 @@ def served_prompt(prompt: EncodedPrompt, loader: MediaLoader | None) -> ServedPr
     return ServedPrompt(prompt["input_ids"].tolist(), pictures, messages, question.tools)
 
 
-def _chat_of(question: Sample, pictures: Sequence[str]) -> list[dict[str, Any]]:
+def _chat_of(question: Sample, pictures: Sequence[str]) -> list[JsonObject]:
     """The messages of a conversation with its pictures in their places."""
     coming = iter(pictures)
     messages = []

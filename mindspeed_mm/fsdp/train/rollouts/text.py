@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import (
     Collator,
     left_padded_questions,
@@ -148,7 +148,7 @@ class TextRollouts:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> dict[str, Any]:
+    def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> JsonObject:
         """Return the answer as a JSON record with its prompt, token ids, log-probabilities and entropy."""
         return {
             "row": prompt["row"],
@@ -161,7 +161,7 @@ class TextRollouts:
             "truncated": sample.is_truncated,
         }
 
-    def restore(self, record: Mapping[str, Any]) -> DrawnAnswer:
+    def restore(self, record: JsonMapping) -> DrawnAnswer:
         """Rebuild the answer that `record` wrote: token ids, log-probabilities, entropy and whether it is truncated."""
         return DrawnAnswer(
             list(record["token_ids"]), list(record["log_probs"]), record["entropy"], is_truncated=record["truncated"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,7 +12,8 @@ from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.fsdp.params.argument import Arguments, TrainingArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -34,7 +35,7 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
     Raises:
         ConfigError: These values and what is set now break a rule.
     """
-    resolved = _resolved_of_resumed(config.arguments, options)
+    resolved = _resolved_of_resumed(config.arguments.training, options)
     if resolved is None:
         return config
     text = read_config_text(resolved)
@@ -51,7 +52,7 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
             origins[key] = Origin("run", str(resolved))
     if origins == config.origins:
         return config
-    arguments = _checked(tree, resolved)
+    arguments = _checked_tree(tree, resolved)
     return replace(config, arguments=arguments, origins=origins)
 
 
@@ -75,9 +76,8 @@ def _is_what_null_means(arguments: Arguments, key: str) -> bool:
     return bool(getattr(unset, section.NULL_MEANS[name]) == section[name])
 
 
-def _resolved_of_resumed(arguments: Arguments, options: ResumeOptions) -> Path | None:
+def _resolved_of_resumed(training: TrainingArguments, options: ResumeOptions) -> Path | None:
     """`resolved.yaml` of the run that is resumed; None where none is, or it kept none."""
-    training = arguments.training
     found = None
     if training.save and options.resume and list_iterations(Path(training.save)):
         found = Path(training.save)
@@ -88,7 +88,7 @@ def _resolved_of_resumed(arguments: Arguments, options: ResumeOptions) -> Path |
     return resolved if resolved is not None and resolved.is_file() else None
 
 
-def _has_key(tree: dict[str, Any], key: str) -> bool:
+def _has_key(tree: Mapping[str, object], key: str) -> bool:
     try:
         value_at(tree, key)
     except KeyError:
@@ -96,14 +96,14 @@ def _has_key(tree: dict[str, Any], key: str) -> bool:
     return True
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+def _set(tree: JsonObject, key: str, value: object) -> None:
     *sections, name = key.split(".")
     for section in sections:
         tree = tree[section]
     tree[name] = value
 
 
-def _checked(tree: dict[str, Any], resolved: Path) -> Arguments:
+def _checked_tree(tree: Mapping[str, object], resolved: Path) -> Arguments:
     try:
         arguments = Arguments.model_validate(tree)
     except ValidationError as error:

@@ -13,7 +13,13 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
-from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
+from mindspeed_mm.fsdp.params.argument import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    PosttrainArguments,
+    TrainingArguments,
+)
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.rules.distillation import micro_batches_of_step
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
@@ -37,7 +43,7 @@ class RunOrder(Protocol):
         """Optimizer steps until `epochs` epochs are done."""
         ...
 
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+    def go_on(self, position: DataPosition, before: Mapping[str, object] | None, *, may_skip: bool) -> str:
         """Take up a position that was saved; returns what to say of it, empty when nothing changes."""
         ...
 
@@ -99,7 +105,7 @@ def build_data(arguments: Arguments, job: Job) -> RunData:
     """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
     that wait for it wait in no collective, and nothing limits them."""
     data = arguments.data
-    if draws_samples(arguments):
+    if draws_samples(arguments.posttrain):
         data = prompts_of(data)
     is_short = not any(section.basic_parameters.encodes_first for section in data.described.values())
     with job.setup("reading the data") if is_short else nullcontext():
@@ -117,7 +123,14 @@ def prompts_of(data: DataArguments) -> DataArguments:
     return data.model_copy(update={"dataset_param": param, "val_dataset_param": None})
 
 
-def build_loader(arguments: Arguments, share: DataShare, dataset: MMDataset, packs: bool | None = None) -> MMDataLoader:
+def build_loader(
+    data: DataArguments,
+    training: TrainingArguments,
+    posttrain: PosttrainArguments,
+    share: DataShare,
+    dataset: MMDataset,
+    packs: bool | None = None,
+) -> MMDataLoader:
     """The loader of the training data, from the beginning on.
 
     Args:
@@ -126,24 +139,27 @@ def build_loader(arguments: Arguments, share: DataShare, dataset: MMDataset, pac
         dataset: The training data.
         packs: Put the samples of a micro-batch into one row, or each into its own; None: as configured.
     """
-    training = arguments.training
     return build_mm_dataloader(
         dataset,
-        arguments.data.dataloader_param,
+        data.dataloader_param,
         packs=packs,
         micro_batch_size=training.micro_batch_size,
-        gradient_accumulation_steps=micro_batches_of_step(arguments),
+        gradient_accumulation_steps=micro_batches_of_step(training, posttrain),
         dp_rank=share.rank,
         dp_size=share.ranks,
         seed=training.seed,
-        dataset_param=arguments.data.dataset_param,
+        dataset_param=data.dataset_param,
         group=share.group,
         pixels_as_bytes=get_device_type() != "cpu",
     )
 
 
 def build_pass_loader(
-    arguments: Arguments, share: DataShare, dataset: MMDataset, section: DatasetParam | None = None
+    data: DataArguments,
+    training: TrainingArguments,
+    share: DataShare,
+    dataset: MMDataset,
+    section: DatasetParam | None = None,
 ) -> MMDataLoader:
     """A loader for whole passes over a data set, beside the training: validation, or a look at the data before it.
 
@@ -153,7 +169,7 @@ def build_pass_loader(
         dataset: Training data, or those of `section`.
         section: The section that the data set was built of; None: that of the training data.
     """
-    training, param = arguments.training, arguments.data.dataloader_param
+    param = data.dataloader_param
     return build_mm_dataloader(
         dataset,
         # In this process: workers of its own would cost more to start than a pass takes to read.
@@ -163,20 +179,22 @@ def build_pass_loader(
         dp_rank=share.rank,
         dp_size=share.ranks,
         seed=training.seed,
-        dataset_param=section or arguments.data.dataset_param,
+        dataset_param=section or data.dataset_param,
         group=share.group,
         for_passes=True,
     )
 
 
-def build_validation_loader(arguments: Arguments, share: DataShare, dataset: MMDataset) -> MMDataLoader:
+def build_validation_loader(
+    data: DataArguments, training: TrainingArguments, share: DataShare, dataset: MMDataset
+) -> MMDataLoader:
     """The loader for passes over the held-out samples."""
-    return build_pass_loader(arguments, share, dataset, arguments.data.val_dataset_param)
+    return build_pass_loader(data, training, share, dataset, data.val_dataset_param)
 
 
-def total_steps_of(arguments: Arguments, order: RunOrder) -> int:
+def total_steps_of(model: ModelArguments, training: TrainingArguments, order: RunOrder) -> int:
     """Optimizer steps of the whole run."""
-    length = run_length(arguments)
+    length = run_length(model, training)
     if length.steps is not None:
         return length.steps
     return max(1, order.steps_for(length.epochs or 1))

@@ -92,7 +92,7 @@ def _defaults_taken(config: ResolvedConfig) -> list[str]:
     training = config.arguments.training
     unset = {name for name in type(training).model_fields if _is_default(config, f"training.{name}")}
     taken = []
-    length = run_length(config.arguments)
+    length = run_length(config.arguments.model, config.arguments.training)
     if not length.is_given:
         taken.append(f"{length} (neither train_iters nor train_epochs is set)")
     if "lr_decay_style" in unset:
@@ -134,7 +134,8 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
     dtype = assembled.plan.precision.name
     return (
         f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
-        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
+        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}"
+        f"{_weights_words(assembled.loaded)}"
     )
 
 
@@ -165,7 +166,7 @@ def _padding(collate_param: CollateParam) -> str:
     return f"rows padded to multiples of {padding_multiple(collate_param)} tokens ({source})"
 
 
-def _weights(loaded: LoadReport) -> str:
+def _weights_words(loaded: LoadReport) -> str:
     """Where the weights came from; nothing when a checkpoint fills them."""
     if loaded.folder:
         return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"

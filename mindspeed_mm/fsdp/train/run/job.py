@@ -118,7 +118,7 @@ def joined(arguments: Arguments) -> Iterator[Job]:
         rank, local_rank, world_size = _meet(arguments.training, watchdog)
         try:
             job = _agree(arguments, watchdog, rank, local_rank, world_size)
-            with numerics(arguments):
+            with numerics(arguments.training):
                 yield job
         except BaseException as error:
             absent = watchdog.absent() if watchdog is not None and has_lost_peers(error) else ""
@@ -161,7 +161,7 @@ def _agree(arguments: Arguments, watchdog: Watchdog | None, rank: int, local_ran
         check_ranks_agree(arguments, world_size)
         if watchdog is not None:
             watchdog.hosts = gather_hosts()
-        check_device(arguments)
+        check_device(arguments.parallel)
         device = set_local_device(local_rank)
         state = init_parallel_state(resolve_parallel_sizes(arguments.parallel, world_size), device.type)
         return Job(rank, world_size, device, state, arguments.training, watchdog)
@@ -184,9 +184,8 @@ def leave(joined_already: bool, *, wait: bool) -> None:
 
 
 @contextmanager
-def numerics(arguments: Arguments) -> Iterator[None]:
+def numerics(training: TrainingArguments) -> Iterator[None]:
     """Inside, the device's arithmetic is what the configuration says."""
-    training = arguments.training
     if training.allow_hf32 is not None:
         allow_short_fp32(training.allow_hf32)
     with deterministic_kernels() if training.use_deter_comp else nullcontext():

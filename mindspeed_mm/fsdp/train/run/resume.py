@@ -36,7 +36,6 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
-from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -101,7 +100,7 @@ class ResumePoint:
             reads_optimizer = self.with_optimizer and not self.reader.training.no_load_optim
             check_tensors(self.checkpoint, model, with_optimizer=reads_optimizer)
 
-    def _checked(self, state: Mapping[str, Any]) -> LoopState:
+    def _checked(self, state: Mapping[str, object]) -> LoopState:
         assert self.checkpoint is not None
         _check_state(state, self.checkpoint.path / TRAINER_STATE, self.checkpoint.iteration)
         return cast(LoopState, state)
@@ -133,7 +132,7 @@ def _check_state(state: Mapping[str, Any], path: Path, iteration: int | None) ->
 
 
 def find_resume_point(
-    arguments: Arguments,
+    training: TrainingArguments,
     options: ResumeOptions,
     context: RunContext,
     *,
@@ -157,7 +156,6 @@ def find_resume_point(
     Raises:
         CheckpointError: Checkpoints exist and none may be used; the message says why and what to do.
     """
-    training = arguments.training
     manager = None
     if training.save:
         manager = CheckpointManager(Path(training.save), training, context=context, note=note)
@@ -169,7 +167,7 @@ def find_resume_point(
             return _from_own(own, manager, options, context, note, say)
     if training.load is None:
         return ResumePoint(manager)
-    return _from_elsewhere(Path(training.load), arguments, options, context, manager, note, say)
+    return _from_elsewhere(Path(training.load), training, options, context, manager, note, say)
 
 
 def refuse_used_folder(save: Path) -> None:
@@ -216,7 +214,7 @@ def _check_goes_on(
 
 def _from_elsewhere(
     load: Path,
-    arguments: Arguments,
+    training: TrainingArguments,
     options: ResumeOptions,
     context: RunContext,
     manager: CheckpointManager | None,
@@ -225,23 +223,23 @@ def _from_elsewhere(
 ) -> ResumePoint:
     if not load.exists():
         raise missing_input(load, "training.load", CheckpointError)
-    kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
-    reader = manager or CheckpointManager(load, arguments.training, context={}, note=note)
+    kind = recognise(load) if training.load_format == "auto" else training.load_format
+    reader = manager or CheckpointManager(load, training, context={}, note=note)
     verify_converted(
         load,
         reader.ranks,
-        arguments.training.verify_checkpoint,
+        training.verify_checkpoint,
         say,
-        from_first_rank=arguments.training.load_rank0_and_broadcast,
+        from_first_rank=training.load_rank0_and_broadcast,
     )
     if kind in {"hf", "megatron"} or weights_folder_of_load(str(load)) is not None:
         say(f"weights from {load}")
         return ResumePoint(manager, weights=load)
     checkpoint = reader.open(load)
     # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
-    weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
+    weights_only = options.weights_only or training.no_load_optim or checkpoint.manifest is None
     if weights_only:
-        wants_adapters = arguments.training.lora.enable
+        wants_adapters = training.lora.enable
         reader.ranks.first("reading the index", lambda: check_holds_adapters(checkpoint, wants_adapters))
         say(f"weights from {checkpoint.path}; the run starts at step 0")
     else:

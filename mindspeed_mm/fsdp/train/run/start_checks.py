@@ -15,7 +15,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MachineError, Probl
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments, ParallelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.path import check_save_folder, missing_inputs
 from mindspeed_mm.fsdp.train.run.trackers import check_trackers
@@ -35,14 +35,14 @@ def check_config(config: ResolvedConfig) -> None:
     check_trackers(training.report_to)
     if training.save:
         check_save_folder(Path(training.save), config.path)
-    check_save_format(config.arguments)
+    check_save_format(config.arguments.model, config.arguments.training)
     for error in missing_inputs(config.arguments, "posttrain."):  # read when the trained model is built already
         raise error
 
 
-def check_save_format(arguments: Arguments) -> None:
+def check_save_format(model: ModelArguments, training: TrainingArguments) -> None:
     """Raise `ConfigError` when checkpoints are to be model folders and there is none to take the rest from."""
-    if arguments.training.save_format == "hf" and not arguments.model.model_name_or_path:
+    if training.save_format == "hf" and not model.model_name_or_path:
         raise ConfigError(
             "'hf' needs a model folder: configuration, tokenizer and processor are copied from there",
             key="training.save_format",
@@ -50,9 +50,9 @@ def check_save_format(arguments: Arguments) -> None:
         )
 
 
-def check_device(arguments: Arguments) -> None:
+def check_device(parallel: ParallelArguments) -> None:
     """Raise when the device cannot compute what the plan asks for."""
-    if arguments.parallel.fsdp_plan.param_dtype == "bf16" and not supports_bf16():
+    if parallel.fsdp_plan.param_dtype == "bf16" and not supports_bf16():
         raise MachineError(
             f"this {get_device_type()} does not compute in bf16",
             key="parallel.fsdp_plan.param_dtype",
@@ -145,12 +145,12 @@ def _first_difference(mine: Mapping[str, object], world_size: int) -> tuple[int,
     everyone = [mine] * world_size
     dist.all_gather_object(everyone, mine)
     rank = next(r for r in range(world_size) if digests[r] != digests[0])
-    return rank, "; ".join(sorted(_differences(everyone[0], everyone[rank]))[:5])
+    return rank, "; ".join(sorted(_differing_keys(everyone[0], everyone[rank]))[:5])
 
 
-def _differences(left: object, right: object, path: str = "") -> Iterator[str]:
+def _differing_keys(left: object, right: object, path: str = "") -> Iterator[str]:
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted({*left, *right}):
-            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+            yield from _differing_keys(left.get(key), right.get(key), f"{path}.{key}" if path else key)
     elif left != right:
         yield f"{path.removeprefix('config.')} is {left!r} on the one and {right!r} on the other"

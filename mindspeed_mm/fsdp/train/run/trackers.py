@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from PIL import Image
 from typing_extensions import override
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.train.run.event_file import EventFile
 from mindspeed_mm.fsdp.utils.media_files import clip_gif
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
@@ -71,7 +71,7 @@ class Tracker:
 class _RunOfService(Protocol):
     """What wandb and trackio give for a run."""
 
-    def log(self, metrics: dict[str, Any], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, object], *, step: int) -> None:
         """Send what a step has."""
 
 
@@ -195,7 +195,7 @@ class SwanLab(Tracker):
 
     def show(self, media: Mapping[str, Path], step: int) -> None:
         """Send pictures, and clips as GIFs: SwanLab takes no mp4."""
-        sent: dict[str, Any] = {}
+        sent: JsonObject = {}
         for name, path in media.items():
             if path.suffix == ".png":
                 sent[name] = self._module.Image(str(path))

@@ -16,7 +16,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.distillation import trains_critic
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
@@ -59,7 +59,7 @@ class Utilisation:
         told = arguments.tools.peak_tflops
         if told is not None:
             return cls(count, devices, told, "tools.peak_tflops")
-        precision = arithmetic(arguments)
+        precision = arithmetic(arguments.parallel, arguments.training)
         device = device_name()
         return cls(count, devices, peak_tflops(device, precision), f"{device}, {precision} dense")
 
@@ -155,14 +155,14 @@ def _of_distillation(student: FlopCount, plan: FeaturePlan, arguments: Arguments
     draws_blocks = dmd.num_frame_per_block is not None
     if draws_blocks:
         student = student.in_order(LATENTS)
-    if not trains_critic(arguments):
+    if not trains_critic(arguments.posttrain):
         return student
     own = 1 / (dmd.dfake_gen_update_ratio + 1)
     steps = len(dmd.denoising_step_list)
     before = steps - 1.0 if dmd.last_step_only else (steps - 1) / 2
     if arguments.posttrain.reference.model_name_or_path:
         teacher = count_flops(reference_outline(arguments).model) or teacher
-    if critic_folder(arguments):
+    if critic_folder(arguments.posttrain):
         critic = _of_training(build_outline(critic_start(arguments)).model, plan) or critic
     whole = FlopCount((), student.lengths, tuple(dict.fromkeys((*student.uncounted, *critic.uncounted))))
     whole = whole.with_part(student, "student", own)
@@ -173,9 +173,9 @@ def _of_distillation(student: FlopCount, plan: FeaturePlan, arguments: Arguments
     return whole.with_part(teacher.forward_alone(), "teacher", passes * own)
 
 
-def arithmetic(arguments: Arguments) -> str:
+def arithmetic(parallel: ParallelArguments, training: TrainingArguments) -> str:
     """In which format the plan multiplies, by the names of `peaks`; what quantised layers do faster is measured by the
     same peak."""
-    dtype = arguments.parallel.fsdp_plan.computed_in
-    short = arguments.training.allow_hf32 and get_device_type() == "cuda"
+    dtype = parallel.fsdp_plan.computed_in
+    short = training.allow_hf32 and get_device_type() == "cuda"
     return "tf32" if dtype == "fp32" and short else dtype

@@ -78,7 +78,7 @@ class Lpips:
         return float(self._model(a_13HW, b_13HW, normalize=True))
 
 
-def _network_of(state: Any, weights: Path) -> str:
+def _network_of(state: object, weights: Path) -> str:
     if isinstance(state, dict) and isinstance(state.get("features.0.weight"), torch.Tensor):
         shape = tuple(state["features.0.weight"].shape)
         has_squeezing = "features.3.squeeze.weight" in state

@@ -11,11 +11,10 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
-from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.tasks.evaluate.generated.measures import Measured, mean_of
 from mindspeed_mm.tasks.evaluate.generated.samples import Samples, is_clip
 from mindspeed_mm.tasks.evaluate.outside import Call, OutsidePackage, Wanted, find_outside
@@ -167,7 +166,7 @@ def _asked_folder(place: Path, clips: Samples) -> tuple[dict[str, str], Path]:
     return named, folder
 
 
-def _measured(score: float, by_clip: Sequence[Mapping[str, Any]]) -> Measured:
+def _measured(score: float, by_clip: Sequence[JsonMapping]) -> Measured:
     """VBench's own score, with the interval of its clips."""
     interval = mean_of([float(clip["video_results"]) for clip in by_clip])
     return interval | {"value": float(score)}

@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, is_object_of
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.sampling.answers.scoring import Z_95
 from mindspeed_mm.tasks.answer.remote import RemoteModel
@@ -306,7 +306,7 @@ class TaskFigures:
     trouble: str = ""
     """Why there are no figures."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """What `harness.json` holds of a task."""
         figures = {name: asdict(figure) for name, figure in self.figures.items()}
         return {"figures": figures, "n": self.n, "chief": list(self.chief), "trouble": self.trouble}
@@ -324,7 +324,7 @@ class TaskFigures:
         return [f"{task}, {name}: {self.figures[name]}{counted}" for name in names]
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(value: object) -> float | None:
     """A number that a harness has written, also as text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -344,7 +344,7 @@ def snapshot(folder: Path, pattern: str) -> _Snapshot:
     return {path.resolve(): path.stat().st_mtime_ns for path in folder.rglob(pattern) if path.is_file()}
 
 
-def _read_newest(folder: Path, pattern: str, before: _Snapshot) -> dict[str, Any]:
+def _read_newest(folder: Path, pattern: str, before: _Snapshot) -> JsonObject:
     """The newest object that was written or changed since a snapshot; empty where there is none.
 
     Raises:

@@ -99,12 +99,12 @@ def served(folder: Folder) -> Iterator[ServedModel]:
         environment = safe_environment(rank_start.imports_of_this_process(os.environ))
         process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True, text=True)
         try:
-            yield ServedModel(_address(process), NAME, key)
+            yield ServedModel(_server_address(process), NAME, key)
         finally:
             end_process(process)
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _server_address(process: subprocess.Popen[str]) -> str:
     """What the server says once it has loaded its model."""
     said: Iterable[str] = process.stdout or ()
     for line in said:

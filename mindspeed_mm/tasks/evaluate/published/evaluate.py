@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import atomic_write_jsonl, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
@@ -118,7 +118,7 @@ def run(request: EvaluateRequest) -> PublishedResult:
         unjudged = Unjudged.of(out, asked.data, settings, ((item.id, item.prompt) for item in items))
 
         def answer() -> dict[int, Answer]:
-            return _answers(asked, source, items, ranks)
+            return _answers_by_place(asked, source, items, ranks)
 
         answers = answer() if judge is None else unjudged.answers(ranks, answer)
         facts = _facts(asked, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
@@ -169,7 +169,7 @@ def _found(asked: _AskedSet, published: PublishedSet, items: Sequence[Item], giv
     return _found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
 
 
-def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, Any]:
+def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> JsonObject:
     """What results say of a judge; nothing where there is none."""
     if asked.judge is None:
         return {}
@@ -180,7 +180,7 @@ def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, A
     return {"judge": asked.judge.facts(), "note": note}
 
 
-def _answers(asked: _AskedSet, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
+def _answers_by_place(asked: _AskedSet, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
     """Of each item, by its place."""
     folder = asked.data if asked.data.is_dir() else asked.data.parent
     generator = load_on_ranks(source, rows_view(source, asked.request.config), asked.request.plan, ranks)
@@ -223,7 +223,7 @@ class Questions(Sequence[Question]):
         return self._items[row].question(row)
 
 
-def _sample(asked: _AskedSet, item: Item, given: str, found: Found | None) -> dict[str, Any]:
+def _sample(asked: _AskedSet, item: Item, given: str, found: Found | None) -> JsonObject:
     """What is kept of a question; with a judge, also what it found in the answer."""
     words = words_of(given)
     share = SETS[asked.benchmark].rule(words if found is None else found.words(words, item), item)
@@ -237,7 +237,7 @@ def _group(item: Item) -> str:
 
 
 def _result(
-    published: PublishedSet, samples: Sequence[dict[str, Any]], facts: Facts, others: dict[str, float] | None
+    published: PublishedSet, samples: Sequence[JsonObject], facts: Facts, others: dict[str, float] | None
 ) -> PublishedResult:
     shares = shares_by_group(samples)
     by_task: dict[str, dict[str, float]] = defaultdict(dict)
@@ -274,7 +274,7 @@ def _read_shares(folder: Path, benchmark: str, *, is_judged: bool) -> dict[str, 
     return shares_by_group(samples)
 
 
-def _write(result: PublishedResult, samples: Sequence[dict[str, Any]], out: Path) -> None:
+def _write(result: PublishedResult, samples: Sequence[JsonObject], out: Path) -> None:
     """Samples first: where results stand, the samples are theirs."""
     (out / RESULTS).unlink(missing_ok=True)
     atomic_write_jsonl(out / SAMPLES, samples)
@@ -354,7 +354,7 @@ def _form(item: Item) -> str:
     return _FORMS.get(item.facts.get("answer_type", ""), "it in a few words")
 
 
-def told(found: Found) -> dict[str, Any]:
+def told(found: Found) -> JsonObject:
     """Return a judge's finding as the samples file holds it, under `said` and `failure`."""
     return {"said": found.said, "failure": found.failure}
 

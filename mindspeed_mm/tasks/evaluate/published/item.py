@@ -48,7 +48,7 @@ class Item:
         return Question(row, self.id, self.task, sample, self.gold[0])
 
 
-def _in_place(prompt: str, pictures: Sequence[Any]) -> tuple[str, list[Any]]:
+def _in_place(prompt: str, pictures: Sequence[object]) -> tuple[str, list[object]]:
     """The text with `<image>` where it names a picture, and the pictures: those that it does not name first, the others
     as it names them."""
     by_mark = {f"<image {number}>": picture for number, picture in enumerate(pictures, 1)}

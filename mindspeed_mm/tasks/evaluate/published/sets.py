@@ -144,7 +144,7 @@ def _options_of(row: Row) -> dict[str, str]:
     return {letter: str(row[letter]) for letter in _LETTERS[:9] if letter in row}
 
 
-def _tsv_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
+def _tsv_pictures(table: SetTable, index: int) -> dict[str, list[object]]:
     """The row's pictures: base64 text, a list of it, or another row's."""
     cell = table.media(index, "image")
     if cell is not None and len(cell) <= _REFERENCE_CHARACTERS:
@@ -207,7 +207,7 @@ def _tsv_mmmu(table: SetTable, index: int, turn: int) -> Item:
     return _tsv_choice(table, index, turn)
 
 
-def _answers(cell: Any) -> tuple[str, ...]:
+def _answers(cell: object) -> tuple[str, ...]:
     """One answer, or a list of them as text."""
     if isinstance(cell, list):
         return tuple(map(str, cell))
@@ -224,7 +224,7 @@ def _answers(cell: Any) -> tuple[str, ...]:
 # --- parquet files ----------------------------------------------------------------------------------------------------
 
 
-def _parquet_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
+def _parquet_pictures(table: SetTable, index: int) -> dict[str, list[object]]:
     pictures = []
     for name in _PICTURES:
         picture = table.media(index, name)
@@ -348,7 +348,7 @@ def _records(path: Path, key: str) -> list[Row]:
         raise DataError(f"cannot be read: {error}", where=str(path), way_out=_PUBLISHED) from error
 
 
-def _picture(path: Path) -> dict[str, list[Any]]:
+def _picture(path: Path) -> dict[str, list[object]]:
     return {"images": [str(path)]}
 
 

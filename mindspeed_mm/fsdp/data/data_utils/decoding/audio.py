@@ -129,8 +129,8 @@ def read_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioClip:
     with _opened(file, name) as track:
         if track.declared is not None:
             _check_length(track.declared / track.rate, name)
-        pieces, found = _decoded(track, rate, 1, name)
-    _check_complete(found, track, name)
+        pieces, found = _decoded_track(track, rate, 1, name)
+    _check_track_complete(found, track, name)
     samples = pieces.joined(_resampled_length(found, track.rate, rate))[0]
     if not samples.any():
         warnings.warn(f"'{name}' and perhaps others are silent: all samples are zero", stacklevel=2)
@@ -167,7 +167,7 @@ def read_stretch(
         if clock_s is not None and abs(clock_s - track.first_s) > _IN_TIME_S:
             start_s += clock_s - track.first_s
         first = round(start_s * rate)
-        pieces, found = _decoded(track, rate, channels, name, until_s=(first + count) / rate + _SLACK_S)
+        pieces, found = _decoded_track(track, rate, channels, name, until_s=(first + count) / rate + _SLACK_S)
     stretch = pieces.joined(_resampled_length(found, track.rate, rate))[:, max(0, first) : max(0, first + count)]
     stretch = np.pad(stretch, ((0, 0), (min(count, max(0, -first)), 0)))  # it has not begun yet
     missing = count - stretch.shape[1]
@@ -179,7 +179,9 @@ def read_stretch(
     return np.pad(stretch, ((0, 0), (0, missing)))
 
 
-def _decoded(track: _Track, rate: int, channels: int, name: str, until_s: float = math.inf) -> tuple[_Resampler, int]:
+def _decoded_track(
+    track: _Track, rate: int, channels: int, name: str, until_s: float = math.inf
+) -> tuple[_Resampler, int]:
     """A track as far as it is needed, and how many of its samples that were. Raises `DataError` as `read_audio`."""
     pieces, found = _Resampler(track.rate, rate, channels), 0
     for block in track.blocks:
@@ -245,7 +247,7 @@ def _check_length(seconds: float, name: str) -> None:
         )
 
 
-def _check_complete(found: int, track: _Track, name: str) -> None:
+def _check_track_complete(found: int, track: _Track, name: str) -> None:
     if found == 0:
         raise DataError(f"'{name}' has no samples", way_out=_REPLACE)
     if track.declared is not None and found < LEAST_COMPLETE * track.declared - _SLACK_S * track.rate:

@@ -44,14 +44,14 @@ def fetch(url: str, url_roots: Sequence[str], most_bytes: int, hosts: Collection
         parts = _parts(url)
         if hosts is not None and parts.netloc.lower() not in hosts:
             raise DataError(f"'{url[:100]}' lies on a host that is not allowed", way_out="Name the host.")
-        answer = _ask(parts, url, url_roots, most_bytes, deadline_s)
+        answer = _request_once(parts, url, url_roots, most_bytes, deadline_s)
         if isinstance(answer, bytes):
             return answer
         url = urllib.parse.urljoin(url, answer)
     raise DataError(f"'{url[:100]}': more than {MOST_REDIRECTS} redirects", way_out=_WAY_OUT)
 
 
-def _ask(
+def _request_once(
     parts: urllib.parse.SplitResult, url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float
 ) -> bytes | str:
     """What a URL answers: the medium, or where it is to be found."""

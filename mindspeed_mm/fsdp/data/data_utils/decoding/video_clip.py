@@ -225,7 +225,7 @@ def watch_pictures(
 
 
 def _jumping(
-    video: OpenVideo, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
+    video: OpenVideo, first: Any, rest: Iterator[object], wanted_s: np.ndarray, shown: ShownFrames, name: str
 ) -> Iterator[Any]:
     """All frames in order, except those that lie before a wanted one and far behind the last."""
     container, stream = video.container, video.stream

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
@@ -73,7 +74,7 @@ class MediaPlugin(Protocol):
     def encode_audio(self, sound: AudioClip) -> MediaFeatures:
         """Encode a decoded sound into token ids and the tensors of the model's tower."""
 
-    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+    def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
         """The size that encoding would give, from what `MediaLoader.probe` read; None: encode it to know.
 
         Raises:
@@ -91,7 +92,7 @@ class CompleteBatch(Protocol):
     """The method `complete` of a media plugin whose model takes its media row by row, or a mask that says which tokens
     see which picture."""
 
-    def __call__(self, batch: Mapping[str, Any], media_of_rows: Sequence[Sequence[MediaFeatures]]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, object], media_of_rows: Sequence[Sequence[MediaFeatures]]) -> dict[str, Any]:
         """Return keys to add to a batch, or to replace, once its rows are padded and its media joined.
 
         It is called for the batches of training and for the questions of inference, evaluation and rollouts alike.
@@ -182,7 +183,7 @@ def tells_replacements(processor: object) -> bool:
     return _owner_of(processor, "replace_video_token") != "ProcessorMixin"
 
 
-def defaults_of(processor: object, part: str) -> dict[str, Any]:
+def defaults_of(processor: object, part: str) -> JsonObject:
     """What a processor tells its tokenizer or the processor of a kind of media, unless a call says otherwise.
 
     Args:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import BATCH_KEYS, Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.media import PixelBudget
@@ -242,7 +243,7 @@ class ProcessorPlugin:
     # --- the processor -----------------------------------------------------------------------------------------------
 
     def _asked(
-        self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
+        self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: object
     ) -> MediaFeatures:
         """Call the processor with one item and its placeholder; with a list of pictures as with a row of them, of which
         the first one's tokens are returned."""
@@ -273,9 +274,9 @@ class ProcessorPlugin:
     def _check_asked_alone(
         self,
         kind: MediaKind,
-        tensors: Mapping[str, Any],
-        alone: Mapping[str, Any],
-        ask: partial[Mapping[str, Any]],
+        tensors: Mapping[str, object],
+        alone: Mapping[str, object],
+        ask: partial[Mapping[str, object]],
         text: str,
     ) -> None:
         """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
@@ -302,7 +303,7 @@ class ProcessorPlugin:
                 self._check_joined(tensors, ask, text)
         self._fit_to_be_asked.add(kind)
 
-    def _check_joined(self, tensors: Mapping[str, Any], ask: partial[Mapping[str, Any]], text: str) -> None:
+    def _check_joined(self, tensors: Mapping[str, object], ask: partial[Mapping[str, object]], text: str) -> None:
         """Raise `ConfigError` where whole numbers that a processor makes of two pictures are not those of each, joined:
         Molmo2's count patches through all pictures of a call."""
         try:
@@ -359,7 +360,7 @@ class ProcessorPlugin:
         except _REFUSALS as error:
             raise self._writes_elsewhere("image") from error
 
-    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> Mapping[str, Any]:
+    def _shown(self, text: str, pictures: Sequence[Image.Image]) -> JsonMapping:
         """What the processor makes of a text with pictures."""
         ask = partial(
             self._processor,
@@ -368,7 +369,7 @@ class ProcessorPlugin:
             return_text_replacement_offsets=True,
             return_tensors="pt",
         )
-        made: Mapping[str, Any]
+        made: JsonMapping
         try:
             made = ask(images=[list(pictures)])  # those of each text in a list of their own
         except _REFUSALS:
@@ -384,7 +385,7 @@ class ProcessorPlugin:
             f"encodes a single {kind} (docs/data.md, B).",
         )
 
-    def _written(self, made: Mapping[str, Any]) -> str:
+    def _written(self, made: JsonMapping) -> str:
         """What a processor wrote in the place of the only placeholder."""
         if _tells_places(made):
             return made["text_replacement_offsets"][0][0]["replacement"]
@@ -432,7 +433,7 @@ class ProcessorPlugin:
                 way_out="Set it to false.",
             )
 
-    def _check_window(self, sound: AudioClip, tensors: Mapping[str, Any]) -> None:
+    def _check_window(self, sound: AudioClip, tensors: Mapping[str, object]) -> None:
         """Feature extractors cut what is too long without a word."""
         hop, most = setting_of(self._hears, int, "hop_length"), setting_of(self._hears, int, "n_samples")
         if hop is None or most is None or len(sound.samples) <= most:
@@ -446,12 +447,12 @@ class ProcessorPlugin:
             )
 
 
-def _ids_of(made: Mapping[str, Any]) -> list[int]:
+def _ids_of(made: JsonMapping) -> list[int]:
     ids: list[int] = made["input_ids"][0].tolist()
     return ids
 
 
-def _tells_places(made: Mapping[str, Any]) -> bool:
+def _tells_places(made: Mapping[str, object]) -> bool:
     """Whether a processor said what it wrote in the place of each placeholder."""
     return "text_replacement_offsets" in made
 

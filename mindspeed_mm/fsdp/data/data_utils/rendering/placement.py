@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, Placeholder
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import (
@@ -332,7 +333,7 @@ class _Recorder:
 
     def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, Any]:
         self.texts += [texts] if isinstance(texts, str) else texts
-        made: Mapping[str, Any] = self._tokenizer(texts, **options)
+        made: JsonMapping = self._tokenizer(texts, **options)
         return made
 
     def __getattr__(self, name: str) -> Any:

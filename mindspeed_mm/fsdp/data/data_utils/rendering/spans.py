@@ -77,7 +77,7 @@ class TurnFinder:
         self._render, self._for_template, self._marks, self._added = render, for_template, marks, added
         self._openings = self._generation_prompts()
 
-    def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: Any) -> list[Span]:
+    def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: object) -> list[Span]:
         """The span of each wanted turn: from the end of the prompt that opens it to its end mark; of one that is not
         the model's, its words and media and the end mark behind them.
 
@@ -109,10 +109,10 @@ class TurnFinder:
                 raise mixed_turns(text)
         return spans
 
-    def borders(self, messages: list[Message], text: str, **context: Any) -> dict[int, Borders]:
+    def borders(self, messages: list[Message], text: str, **context: object) -> dict[int, Borders]:
         """Message → where its words stand; only for messages whose words come through the template unchanged."""
         try:
-            marked = self._render([_with_marks(m, _mark(i)) for i, m in enumerate(messages)], **context)
+            marked = self._render([_marked_message(m, _mark(i)) for i, m in enumerate(messages)], **context)
         except DataError:
             return {}
         if len(messages) > MOST_MESSAGES or _MARK.sub("", marked) != text:
@@ -143,7 +143,7 @@ class TurnFinder:
         """
         asked, answer = self._for_template([_ASKED, {"role": "assistant", "content": "!"}])
         try:
-            text = self._render([asked, _with_marks(answer, _mark(0)), asked])
+            text = self._render([asked, _marked_message(answer, _mark(0)), asked])
         except DataError:
             return None
         marks = list(_MARK.finditer(text))
@@ -181,7 +181,7 @@ class TurnFinder:
         for messages in (*_PLAIN_PROBES, *_CALLING_PROBES):
             with suppress(DataError):
                 prepared = self._for_template(messages)
-                text = self._render([_with_marks(m, _mark(number)) for number, m in enumerate(prepared)])
+                text = self._render([_marked_message(m, _mark(number)) for number, m in enumerate(prepared)])
                 found.append((messages, text))
         return found
 
@@ -245,7 +245,7 @@ class TurnFinder:
         """What the template writes in front of the turn's words and behind them when it only answers a question."""
         asked = self._for_template([_ASKED])
         try:
-            text = self._render([*asked, _with_marks(message, _mark(0))], **context)
+            text = self._render([*asked, _marked_message(message, _mark(0))], **context)
             prompt = self._render(asked, add_generation_prompt=True, **context)
         except DataError:
             return None
@@ -388,7 +388,7 @@ def _mark(number: int) -> str:
     return chr(_FIRST_MARK + number)
 
 
-def _with_marks(message: Message, mark: str) -> Message:
+def _marked_message(message: Message, mark: str) -> Message:
     """The message with a mark at the edges of each of its texts, inside the blanks that templates strip."""
     marked = dict(message)
     content = message.get("content")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import THOUGHT_MARKS, Span
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
@@ -99,11 +100,11 @@ class Tokens:
         self._reserved_ids = ids - {None, tokenizer.unk_token_id}
         self._spelled = lru_cache(_SPELLINGS)(self._spell)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         """Without the cache, which is not pickled."""
         return {key: value for key, value in vars(self).items() if key != "_spelled"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         vars(self).update(state)
         self._spelled = lru_cache(_SPELLINGS)(self._spell)
 
@@ -119,13 +120,11 @@ class Tokens:
             return self._in_pieces(text, begins)
         return _Whole(self._backend.encode(text, add_special_tokens=begins))
 
-    def protect(self, value: Any) -> Any:
+    def protect(self, value: object) -> Any:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
         return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
 
-    def protect_messages(
-        self, messages: Sequence[dict[str, Any]], kept: frozenset[str] = frozenset()
-    ) -> list[dict[str, Any]]:
+    def protect_messages(self, messages: Sequence[JsonObject], kept: frozenset[str] = frozenset()) -> list[JsonObject]:
         """Messages as chat templates take them, with the special tokens in their texts marked as text, but for those of
         `kept`."""
         found = []
@@ -255,7 +254,7 @@ def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(set(filter(None, (tokenizer.bos_token, *added))))
 
 
-def _holds(value: Any, texts: _Texts) -> bool:
+def _holds(value: object, texts: _Texts) -> bool:
     if isinstance(value, str):
         return texts.are_in(value)
     if isinstance(value, dict | Mapping):  # loops: this is done for every message
@@ -271,7 +270,7 @@ def _holds(value: Any, texts: _Texts) -> bool:
     return False
 
 
-def _with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
+def _with_marks(value: object, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return pattern.sub(rf"{_OPEN}\g<0>{_CLOSE}", value)
     if isinstance(value, Mapping):

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
@@ -129,7 +130,7 @@ class RowFormat:
         return cls(**{name: value for name, value in _given(attr, names).items() if value != defaults.get(name)})
 
     @classmethod
-    def from_dataset_info(cls, name: str, entry: Mapping[str, Any], where: str) -> RowFormat:
+    def from_dataset_info(cls, name: str, entry: JsonMapping, where: str) -> RowFormat:
         """From an entry of a LLaMA-Factory `dataset_info.json`.
 
         As there, an entry that lists its columns has only those, and its format is alpaca unless it says otherwise.
@@ -141,12 +142,12 @@ class RowFormat:
         columns, tags = entry.get("columns"), entry.get("tags") or {}
         formatting = entry.get("formatting", None if columns is None else "alpaca")
         if formatting is not None:
-            _check_known([formatting], FORMAT_WORDS, where, "formatting")
-        found: dict[str, Any] = {}
+            _check_names([formatting], FORMAT_WORDS, where, "formatting")
+        found: JsonObject = {}
         if columns is not None:
-            _check_known(columns, _COLUMNS, where, "columns")
+            _check_names(columns, _COLUMNS, where, "columns")
             found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
-        _check_known(tags, _TAGS, where, "tags")
+        _check_names(tags, _TAGS, where, "tags")
         found |= _given(tags, _TAGS)
         return cls(**found, formatting=formatting, ranking=bool(entry.get("ranking")) or None)
 
@@ -222,12 +223,12 @@ _COLUMNS = tuple(f.name for f in fields(RowFormat) if f.name not in ("formatting
 _OPTIONAL_COLUMNS = ("system", "tools", "images", "videos", "audios", "query", "history")
 
 
-def _given(section: Mapping[str, Any] | Section, names: Collection[str]) -> dict[str, Any]:
+def _given(section: JsonMapping | Section, names: Collection[str]) -> dict[str, Any]:
     """Those of these entries that are there and not null."""
     return {name: value for name, value in section.items() if name in names and value is not None}
 
 
-def _check_known(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
+def _check_names(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -287,7 +288,7 @@ def _recognise(columns: tuple[tuple[str, str], ...], row_format: RowFormat, need
     kinds = dict(columns)
     pair = _pair(kinds, row_format)
     extras = {key: _only(kinds, vars(row_format)[key], usual) for key, usual in EXTRAS.items()}
-    others: dict[str, Any] = {**_NONE, **extras, **pair, "is_recognised": True}
+    others: JsonObject = {**_NONE, **extras, **pair, "is_recognised": True}
     for shape in SHAPES.values():
         if not _may_be(row_format, shape, needs_answer):
             continue

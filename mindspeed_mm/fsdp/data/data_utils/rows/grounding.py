@@ -30,7 +30,7 @@ def read_objects(row: Row, sample: Sample) -> Boxes | None:
     objects = row.get(COLUMN)
     if not objects:
         return None
-    marks = [mark for text in _texts(sample) for mark in _MARK.findall(text)]
+    marks = [mark for text in _texts_of_sample(sample) for mark in _MARK.findall(text)]
     if not marks:
         return None
     where = str(sample.place)
@@ -160,7 +160,7 @@ def _filled(
     return replace(sample, messages=messages, objects=None, rejected=rejected, box_marks=marks)
 
 
-def _texts(sample: Sample) -> Iterator[str]:
+def _texts_of_sample(sample: Sample) -> Iterator[str]:
     for message in sample.messages:
         content = message["content"]
         if isinstance(content, str):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.core.json_file import fraction, whole_number
+from mindspeed_mm.core.json_file import JsonObject, fraction, whole_number
 from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
@@ -62,7 +62,7 @@ class JsonRows:
         """Line (or number, in a list) of the row."""
         return RowLocation(self.name, self._spans.numbers[index])
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Parse row `index`. Raises `DataError` for one that is too large or is not a valid JSON object."""
         return parse_row(self._text(index), str(self.place(index)))
 
@@ -76,7 +76,7 @@ class JsonRows:
             self._file = (os.getpid(), os.open(self.path, os.O_RDONLY))
         return self._file[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         return self.__dict__ | {"_file": None}
 
 
@@ -273,7 +273,7 @@ def _broken_list(row: int, reason: str, path: Path) -> DataError:
     )
 
 
-def parse_row(data: bytes, where: str) -> dict[str, Any]:
+def parse_row(data: bytes, where: str) -> JsonObject:
     """One JSON object, strictly: no duplicate keys, no lone surrogates. NaN and infinity, which pandas and Python's own
     `json` write, are numbers that no column that is read takes.
 
@@ -306,7 +306,7 @@ _LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[
 """The first half of a pair without the second, or the second without the first."""
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     row = dict(pairs)
     if len(row) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)

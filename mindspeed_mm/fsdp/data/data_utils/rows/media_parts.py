@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
@@ -56,20 +56,20 @@ _PATHS = ("path", "url", "file")
 _BYTES = ("bytes", "base64", "data")
 
 
-def read_parts(parts: list[Any], sample: Sample, key: str) -> str | list[JsonObject]:
+def read_parts(parts: Sequence[object], sample: Sample, key: str) -> str | list[JsonObject]:
     """Typed parts of a message: their text where that is all; otherwise a list in which a medium that brings its own
     source has it under `source`. What nothing reads is noted on the sample.
 
     Raises:
         DataError: A part is of an unknown type, or what it holds is not of that type.
     """
-    found = [_part(part, sample, f"{key}[{number}]") for number, part in enumerate(parts)]
+    found = [_typed_part(part, sample, f"{key}[{number}]") for number, part in enumerate(parts)]
     if all(part["type"] == "text" for part in found):
         return "".join(part["text"] for part in found)
     return [part for part in found if part["type"] != "text" or part["text"]]
 
 
-def _part(part: object, sample: Sample, key: str) -> JsonObject:
+def _typed_part(part: object, sample: Sample, key: str) -> JsonObject:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     where, name = str(sample.place), part.get("type") if isinstance(part, Mapping) else None
@@ -98,7 +98,7 @@ def _part(part: object, sample: Sample, key: str) -> JsonObject:
     return {"type": kind}  # its source is in a column of the row
 
 
-def text_of_part(part: Mapping[str, Any], where: str, key: str) -> str:
+def text_of_part(part: Mapping[str, object], where: str, key: str) -> str:
     """The text of a part. Raises `DataError` where it has none."""
     text = part.get(first_given(part, _TEXT_FIELDS_OF_TEXT) or "text")
     if not isinstance(text, str):
@@ -111,7 +111,7 @@ _TEXT_FIELDS_OF_TEXT = ("text", "value", "content")
 _TEXT_FIELDS = frozenset({"type", *_TEXT_FIELDS_OF_TEXT, "train", "weight"})
 
 
-def _check_trained_whole(part: Mapping[str, Any], where: str, key: str) -> None:
+def _check_trained_whole(part: Mapping[str, object], where: str, key: str) -> None:
     """Raise where a part is marked (axolotl's `train` and `weight`) otherwise than its turn may be."""
     for name in ("train", "weight"):
         if part.get(name) not in (None, True):  # 1 counts as well
@@ -140,9 +140,7 @@ _DESCRIBE = frozenset({"format", "mime_type", "media_type", "mimeType"})
 """Fields that say what a file shows by itself."""
 
 
-def _note_fields(
-    holder: Mapping[str, Any], kind: MediaKind, sample: Sample, key: str, known: Collection[str]
-) -> ItemOptions:
+def _note_fields(holder: JsonMapping, kind: MediaKind, sample: Sample, key: str, known: Collection[str]) -> ItemOptions:
     """What is asked of a medium; fields that nothing reads are noted or refused."""
     options: ItemOptions = {}
     own = [name for name, option in _OPTIONS.items() if option in _OPTIONS_OF[kind] and holder.get(name) is not None]
@@ -208,7 +206,7 @@ OF_TURNS: dict[str, MediaKind] = {"images": "image", "videos": "video", "audios"
 
 
 def with_own_media(
-    content: str | list[JsonObject], message: Mapping[str, Any], sample: Sample, key: str
+    content: str | list[JsonObject], message: Mapping[str, object], sample: Sample, key: str
 ) -> str | list[JsonObject]:
     """Content of a turn with the media that the turn itself lists: each at its placeholder, or before the text where
     there is no placeholder.
@@ -261,7 +259,7 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
 
     settle_placeholders(sample, counts, is_lost, draws=draws)
     media = [part for part in _parts_of(sample.messages) if part["type"] != "text"]
-    taken: dict[MediaKind, Iterator[Any]] = {}
+    taken: dict[MediaKind, Iterator[object]] = {}
     for kind, (name, sources) in columns.items():
         placeholders = sum(part["type"] == kind and "source" not in part for part in media)
         if placeholders != len(sources):
@@ -304,13 +302,13 @@ def take_clip(sample: Sample, row: Row) -> None:
     sample.media[videos[0]] = item._replace(source=found)
 
 
-def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
+def _parts_of(messages: Sequence[JsonMapping]) -> Iterator[JsonObject]:
     for message in messages:
         if not isinstance(message["content"], str):
             yield from message["content"]
 
 
-def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
+def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[object]]:
     """The name of a kind's column, and the sources in it."""
     configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
     usual = _USUAL_COLUMNS[kind]
@@ -417,7 +415,7 @@ def without_media(content: str | list[JsonObject], kinds: Collection[str]) -> st
     return _plain(content)
 
 
-def seems_lost(row: Mapping[str, Any], kind: MediaKind, read: Collection[str]) -> bool:
+def seems_lost(row: Mapping[str, object], kind: MediaKind, read: Collection[str]) -> bool:
     """Whether a column that is not read seems to hold media of a kind.
 
     Args:

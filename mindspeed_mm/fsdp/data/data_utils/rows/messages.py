@@ -13,7 +13,7 @@ or `rejected_messages`). Only what differs is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,7 +74,7 @@ def add_system(sample: Sample, row: Row, row_format: RowFormat) -> None:
         sample.note_unread(Unread("column", str(row_format.system)))
 
 
-def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, field: str = "message") -> None:
+def add_messages(sample: Sample, messages: Sequence[object], row_format: RowFormat, field: str = "message") -> None:
     """Append messages of a row.
 
     Args:
@@ -123,7 +123,7 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     else:
         lifted = _lifted(content, where, f"{key}.{content_tag}") if role == "assistant" else {}
         content = lifted.pop("content", content)
-        calls = _calls(message, where, key) if role == "assistant" else None
+        calls = _tool_calls(message, where, key) if role == "assistant" else None
         may_be_absent = calls is not None or bool(lifted)
         read["content"] = with_own_media(
             _content(content, may_be_absent, sample, f"{key}.{content_tag}"), message, sample, key
@@ -226,7 +226,7 @@ def _lifted(content: object, where: str, key: str) -> JsonObject:
     return {**lifted, "content": rest or None} if lifted else {}
 
 
-def _calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
+def _tool_calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
     """The calls of a turn of the model, in OpenAI's form of today or of old (`function_call`)."""
     for name in _CALLS:
         if message.get(name) not in (None, "", [], {}):
@@ -353,7 +353,7 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: C
     return sample
 
 
-def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
+def _as_message(answer: str | JsonObject) -> JsonObject:
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 

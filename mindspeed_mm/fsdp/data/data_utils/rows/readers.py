@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.kept_hashes import kept_sha256, mark_of
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
     MAX_ROW_BYTES,
@@ -32,7 +33,7 @@ class RowReader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Row `index`, from 0. Raises `DataError` for a row that cannot be read."""
 
     def place(self, index: int) -> RowLocation:
@@ -43,7 +44,7 @@ class RowReader(Protocol):
 class TellsFacts(Protocol):
     """A reader of something else than one file."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What tells its rows from others, as `file_facts` does."""
 
 
@@ -87,7 +88,7 @@ def check_file(path: Path) -> None:
         )
 
 
-def file_facts(reader: RowReader, cache_dir: str | None = None) -> dict[str, Any]:
+def file_facts(reader: RowReader, cache_dir: str | None = None) -> JsonObject:
     """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content. Of a folder, what
     its reader tells.
 
@@ -113,7 +114,7 @@ class RowStream(Protocol):
     def has(self, index: int) -> bool:
         """Whether there is a row `index`; reads on until it is found or the file has ended."""
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Row `index`, which there is."""
 
     def place(self, index: int) -> RowLocation:
@@ -137,7 +138,7 @@ def open_stream(path: Path, cache_dir: str | None = None, name: str | None = Non
     return WholeStream(open_reader(path, cache_dir, name))
 
 
-def stream_facts(stream: RowStream) -> dict[str, Any]:
+def stream_facts(stream: RowStream) -> JsonObject:
     """Name, size and time of change of a file: what tells it from another without reading it."""
     status = stream.path.stat()
     return {"name": stream.name, "bytes": status.st_size, "changed_ns": status.st_mtime_ns}
@@ -176,7 +177,7 @@ class CsvReader:
         """Number of the row, the header not counted."""
         return RowLocation(self.name, index + 1)
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Row `index`; empty cells are left out.
 
         Raises:
@@ -241,7 +242,7 @@ class ParquetReader:
         """Return the file's name and the number of row `index`, counted from 1."""
         return RowLocation(self.name, index + 1)
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Row `index`, as Python objects."""
         row = self._table.fast_slice(index, 1)
         check_row_bytes(row.nbytes, self.place(index))

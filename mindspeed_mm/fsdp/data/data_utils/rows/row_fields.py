@@ -65,7 +65,7 @@ def parsed_json(text: str, where: str, key: str) -> Any:
         raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key, way_out=REPAIR) from error
 
 
-def wrong_field(column: str, value: Any, row: Row, place: RowLocation, expected: str) -> DataError:
+def wrong_field(column: str, value: object, row: Row, place: RowLocation, expected: str) -> DataError:
     """The error for a field that is missing or not what is expected."""
     if column not in row:
         return DataError(
@@ -79,7 +79,7 @@ def wrong_field(column: str, value: Any, row: Row, place: RowLocation, expected:
     return DataError(f"{short(value)} is not {expected}", where=str(place), key=column, way_out=REPAIR)
 
 
-def not_text(value: Any, where: str, key: str) -> DataError:
+def not_text(value: object, where: str, key: str) -> DataError:
     """The error for a value where a text is expected. Numbers are not turned into words: 3 may be the number of a
     choice (MMLU, ScienceQA), and 3.0 the count 3 that a table with gaps holds as a float."""
     way_out = REPAIR
@@ -89,7 +89,7 @@ def not_text(value: Any, where: str, key: str) -> DataError:
     return DataError(f"{short(value)} is not text", where=where, key=key, way_out=way_out)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value as shown in messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import (
     CsvReader,
@@ -112,7 +113,7 @@ class RowTable:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index`. Raises `DataError` for one that cannot be read."""
         which, number = self._locate(index)
         return self._readers[which].read(number)
@@ -149,7 +150,7 @@ class RowTable:
         """All layouts that rows have."""
         return set(self._formats)
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         """Name, size, rows and content of each file, and the share that is taken, for the fingerprint."""
         shares = [{} if share is None else {"share": share} for share in self._shares]
         return [
@@ -273,7 +274,7 @@ class StreamTable:
         """Whether there is a row `index`; reads on until it is found or the last file has ended."""
         return self._find(index) is not None
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index`. Raises `DataError` for one that cannot be read."""
         file, number = self._locate(index)
         return file.stream.read(number)
@@ -310,7 +311,7 @@ class StreamTable:
         """All layouts that rows have."""
         return {file.row_format for file in self._files}
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         """Name, size and time of change of each file, for the fingerprint."""
         return [stream_facts(file.stream) for file in self._files]
 

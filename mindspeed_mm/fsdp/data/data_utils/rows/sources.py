@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.folder_kinds import is_output
-from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json, read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
@@ -116,7 +116,7 @@ class _Search:
     """Where entries are looked for, see `find_sources`."""
 
     dataset_dir: Path
-    info: Mapping[str, Any]
+    info: JsonMapping
     row_format: RowFormat
     is_whole: Callable[[Path], bool] | None
 
@@ -130,7 +130,7 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
         return [_as_asked(each, entry, attr, is_alone=len(found) == 1) for each in found]
     dataset_dir, info = search.dataset_dir, search.info
     if entry in info:
-        return [_described(entry, info[entry], dataset_dir)]
+        return [_described_source(entry, info[entry], dataset_dir)]
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
             return _of_path(entry, path, search)
@@ -213,7 +213,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") and part != ".." for part in path.parts)
 
 
-def _described(name: str, entry: object, dataset_dir: Path) -> RowSource:
+def _described_source(name: str, entry: object, dataset_dir: Path) -> RowSource:
     """The source that an entry of `dataset_info.json` describes."""
     where = f"{INFO_FILE}: {name}"
     if not isinstance(entry, dict):
@@ -290,7 +290,7 @@ def _holds_rows(path: Path) -> bool:
     return path.suffix in SUFFIXES and path.name != INFO_FILE and path.is_file()
 
 
-def _read_info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     return read_json_object(path, DataError, way_out="It lists data sets by name.")
@@ -366,14 +366,14 @@ def _parsed(content: bytes) -> Any:
         return None
 
 
-def _parsed_yaml(path: Path) -> Any:
+def _parsed_yaml(path: Path) -> object:
     try:
         return plain(parse_yaml(path.read_text(encoding="utf-8"), str(path)).root)
     except UnicodeDecodeError as error:
         raise DataError(f"cannot be read as YAML: {error}", where=str(path)) from error
 
 
-def _listed_entries(content: Any) -> dict[str, Mapping[str, Any]] | None:
+def _listed_entries(content: object) -> dict[str, JsonMapping] | None:
     """Name → entry; None where the content is no list of data sets."""
     if isinstance(content, Mapping) and isinstance(content.get("datasets"), list):
         content = content["datasets"]
@@ -385,16 +385,16 @@ def _listed_entries(content: Any) -> dict[str, Mapping[str, Any]] | None:
     return {str(name): entry for name, entry in content.items()} if are_sets else None
 
 
-def _name_of(entry: Any, number: int) -> str:
+def _name_of(entry: object, number: int) -> str:
     name = entry.get("name") if isinstance(entry, Mapping) else None
     return str(name or number)
 
 
-def _given(entry: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _given(entry: JsonMapping, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(entry.get(name), str) and entry[name]), None)
 
 
-def _listed(name: str, entry: Mapping[str, Any], listed_in: Path) -> ListedSet:
+def _listed(name: str, entry: JsonMapping, listed_in: Path) -> ListedSet:
     where = f"{listed_in}: {name}"
     for key, value in entry.items():
         if key not in _LIST_KEYS:
@@ -423,7 +423,7 @@ def _located(path: Path, listed_in: Path, where: str) -> Path:
     )
 
 
-def _taken_of(entry: Mapping[str, Any], where: str) -> tuple[int | None, float | None, int]:
+def _taken_of(entry: Mapping[str, object], where: str) -> tuple[int | None, float | None, int]:
     """The most rows that are taken, the share of them, and how often each is read."""
     times = entry.get("repeat_time", entry.get("sampling_rate", 1))
     strategy = str(entry.get("sampling_strategy") or "all")

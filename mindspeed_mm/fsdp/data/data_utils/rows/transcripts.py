@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
@@ -91,7 +90,7 @@ def turns_of_texts(
         )
     if not end or not other_end:
         raise refused("chosen and rejected must both go on after what they have in common, and one ends there")
-    asked: dict[str, Any] = {"role": "user", "content": prompt}
+    asked: JsonObject = {"role": "user", "content": prompt}
     answers = ({"role": "assistant", "content": text} for text in (end, other_end))
     first, second = ([asked, answer] for answer in answers)
     return first, second, SPLIT_NOTE

@@ -169,7 +169,7 @@ def _description(item: object, place: RowLocation, key: str) -> JsonObject:
     )
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """The value without keys that are null: parquet gives every object of a column all keys of all objects."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
@@ -186,10 +186,10 @@ def read_calls(calls: object, where: str, key: str) -> list[JsonObject]:
         DataError: A call has no name, or its arguments are not an object.
     """
     items = calls if isinstance(calls, list) else [calls]
-    return [_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
+    return [_tool_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
 
 
-def _call(item: object, where: str, key: str) -> JsonObject:
+def _tool_call(item: object, where: str, key: str) -> JsonObject:
     function = item.get("function", item) if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{short(item)} is not a tool call", where=where, key=key, way_out=_CALL_WAY_OUT)

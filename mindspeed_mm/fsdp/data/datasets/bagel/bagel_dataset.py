@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, Problem, told_as
-from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.core.json_file import JsonObject, parse_json, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator
@@ -66,7 +66,7 @@ class _Positions:
 
     reads: frozenset[str] = frozenset()
 
-    def __call__(self, input_ids: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, input_ids: object, inputs: Mapping[str, object]) -> torch.Tensor:
         """(1, L) int64 positions of a sample, which its arrays hold."""
         return torch.as_tensor(inputs["position_ids"])[None]
 
@@ -172,9 +172,9 @@ class BagelDataset(MMDataset):
     def place(self, index: int) -> RowLocation:
         return self._rows.place(index)
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(index)
+        found: JsonObject = self._rows.row(index)
         return found
 
     def draw_captions(self, seed: int) -> None:
@@ -186,7 +186,7 @@ class BagelDataset(MMDataset):
         does_pack = self.basic_parameters.packs if packs is None else packs
         return GenericCollator(self.processor, TextOnlyPlugin(), collate_param, _Positions() if does_pack else None)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes samples."""
         files = self._rows.facts()
         settings = {"cutoff_len": self.basic_parameters.cutoff_len, **self.settings()}
@@ -387,7 +387,7 @@ def _chosen(texts: Sequence[str], chance: random.Random | None, ids_of: Any) -> 
     return chance.choice(texts)
 
 
-def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> str:
+def _caption(row: Mapping[str, object], place: RowLocation, chance: random.Random | None, ids_of: object) -> str:
     """A caption of a picture: `captions` is an object of texts, as text or as it is."""
     captions = row["captions"]
     try:
@@ -400,7 +400,7 @@ def _caption(row: Mapping[str, Any], place: RowLocation, chance: random.Random |
     return _chosen(texts, chance, ids_of) if texts else " "
 
 
-def _edit(row: Mapping[str, Any], place: RowLocation, chance: random.Random | None, ids_of: Any) -> list[RowPart]:
+def _edit(row: Mapping[str, object], place: RowLocation, chance: random.Random | None, ids_of: object) -> list[RowPart]:
     """A stretch of a chain of edits: its first picture, then an instruction and the picture that it made, once or
     twice; or the instructions of two edits together, and the last picture. Without chance the whole chain."""
     pictures, told = _list_of(row["image_list"]), [_texts(each) for each in _list_of(row["instruction_list"])]

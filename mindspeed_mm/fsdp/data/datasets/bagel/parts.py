@@ -18,6 +18,7 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, LATENT, SEEN
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Sample
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified
@@ -194,7 +195,7 @@ class TokenRow:
     def arrays(self) -> dict[str, Any]:
         """Under the names of batch keys; keys of pictures only where there are some."""
         ids, counts = np.array(self.ids, dtype=np.int64), np.array(self.counts, dtype=np.float32)
-        found: dict[str, Any] = {
+        found: JsonObject = {
             "input_ids": ids,
             "labels": np.where(counts != 0, ids, IGNORED_LABEL),
             "position_ids": np.array(self.positions, dtype=np.int64),

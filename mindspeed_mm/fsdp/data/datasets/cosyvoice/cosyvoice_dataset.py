@@ -8,17 +8,16 @@ its own place; a token is predicted from the one before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
@@ -93,13 +92,13 @@ class CosyVoiceDataset(SpokenRows):
     def padding_collator(self, collate_param: CollateParam) -> Collator:
         return build_collator(self.processor, TextOnlyPlugin(), collate_param)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """The share of samples in which text and speech take turns, and where rows of speech begin."""
         return {"mixed_share": self._share, "speech": repr(self._speech)}
 
     # --- one row ------------------------------------------------------------------------------------------------------
 
-    def _codes(self, row: dict[str, Any], place: str) -> list[int]:
+    def _codes(self, row: Mapping[str, object], place: str) -> list[int]:
         given = row.get("speech_token")
         try:
             codes = np.asarray([] if given is None else given)
@@ -123,7 +122,7 @@ class CosyVoiceDataset(SpokenRows):
         return list(map(int, codes))
 
 
-def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
+def _speech_rows(folder: Path, mix_ratio: object) -> SpeechRows:
     path = folder / "config.json"
     config = read_json_object(path, ModelFolderError)
     text_rows, codec_rows = (config.get("llm_config") or {}).get("vocab_size"), config.get("speech_token_size")
@@ -141,7 +140,7 @@ def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
     return SpeechRows(text_rows, codec_rows, *ratio)
 
 
-def _share(given: Any) -> float:
+def _share(given: object) -> float:
     share = MIXED_SHARE if given is None else given
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(f"{share!r} is not a share", key=_SHARE_KEY, way_out="Give a number from 0 to 1.")

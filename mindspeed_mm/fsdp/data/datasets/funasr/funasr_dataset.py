@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.utils.register import data_register
 
@@ -23,12 +24,12 @@ class FunAsrDataset(Qwen2VLDataset):
 
     own_columns = frozenset({"source_len", "speech_length", "target_len", "text_len", "text_length"})
 
-    def conversation(self, index: int) -> dict[str, Any]:
+    def conversation(self, index: int) -> JsonObject:
         """Row `index` with its sound in a column."""
         return conversation_of(super().conversation(index))
 
 
-def conversation_of(row: dict[str, Any]) -> dict[str, Any]:
+def conversation_of(row: JsonObject) -> JsonObject:
     """A row as a conversation with `audios`; one of another layout as it is."""
     if isinstance(row.get("source"), str) and isinstance(row.get("target"), str):
         asked, said = f"{row.get('prompt') or ''}<audio>", row["target"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonMapping, parse_json
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
@@ -32,7 +32,7 @@ class CaptionRules:
     caption_variants: int = 4
 
     @classmethod
-    def read(cls, basic: Mapping[str, Any] | Any) -> CaptionRules:
+    def read(cls, basic: JsonMapping | Any) -> CaptionRules:
         """Out of the configuration.
 
         Raises:
@@ -130,7 +130,7 @@ def repeated_id(sample_id: str, repeat: int) -> str:
     return f"{sample_id}+{repeat}" if repeat else sample_id
 
 
-def captions_of(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
+def captions_of(found: tuple[str, object], place: RowLocation) -> tuple[str, ...]:
     """The captions in a column, (name, value): a text, a list of texts, or such a list in a cell of a table.
 
     Raises:

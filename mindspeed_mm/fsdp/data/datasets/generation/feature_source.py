@@ -8,12 +8,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
@@ -115,7 +115,7 @@ class FeatureSource:
             )
         return found
 
-    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
+    def item(self, index: int, epoch: int, repeat: int = 0) -> JsonObject:
         """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions; arguments as
         of `RawSource.item`."""
         record = self._records[index]
@@ -146,7 +146,7 @@ class FeatureSource:
             return None
         return {name: value[0] for name, value in self._adapter.pad_text([self._store.null_text]).items()}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: which samples, in which order, made by what."""
         keys = []
         for record in self._records:
@@ -276,7 +276,7 @@ def row_changes(
     before, today = Counter(said_then), Counter(said_now)
     removed = _surplus(then, before - today)
     added = [row for row in _surplus(now, today - before) if row.place not in unusable]
-    problems = list(_described(removed, added))
+    problems = list(_changed_rows(removed, added))
     if not problems and said_then != list(filter(before.__contains__, said_now)):
         problems = [Problem("the rows are the same, but in a different order", then[0].place)]
     if len(problems) > _SHOWN:
@@ -289,7 +289,7 @@ def _rows_then(records: Sequence[FeatureRecord], skipped: Sequence[SkippedRow], 
     """Encoded and skipped rows in their order; rows skipped by an older version cannot be compared."""
     numbered: list[tuple[int, _Row]] = []
     for record in records:
-        row = _Row(record.place, record.path, record.captions, _said(record, has_digests))
+        row = _Row(record.place, record.path, record.captions, _said_of_record(record, has_digests))
         numbered.append((record.row, row))
     for left_out in skipped:
         if has_digests and left_out.row is not None and left_out.said:
@@ -298,7 +298,7 @@ def _rows_then(records: Sequence[FeatureRecord], skipped: Sequence[SkippedRow], 
     return [row for _, row in numbered]
 
 
-def _said(record: FeatureRecord, has_digests: bool) -> _Said:
+def _said_of_record(record: FeatureRecord, has_digests: bool) -> _Said:
     return record.said if has_digests else (record.path, record.captions)
 
 
@@ -317,7 +317,7 @@ def _surplus(rows: Sequence[_Row], counts: Counter[_Said]) -> list[_Row]:
     return found[::-1]
 
 
-def _described(removed: Sequence[_Row], added: Sequence[_Row]) -> Iterable[Problem]:
+def _changed_rows(removed: Sequence[_Row], added: Sequence[_Row]) -> Iterable[Problem]:
     """A removed and an added row of one medium are one that was changed."""
     by_path: dict[str, list[_Row]] = {}
     for row in added:
@@ -337,10 +337,11 @@ def _changed(then: _Row, now: _Row) -> Problem:
     if then.captions is None or then.captions == now.captions:
         return Problem(f"fields of '{now.path}' other than its caption have changed", now.place)
     return Problem(
-        f"the caption of '{now.path}' was {_shown(then.captions)}, is {_shown(now.captions or ())}", now.place
+        f"the caption of '{now.path}' was {_shown_caption(then.captions)}, is {_shown_caption(now.captions or ())}",
+        now.place,
     )
 
 
-def _shown(captions: tuple[str, ...]) -> str:
+def _shown_caption(captions: tuple[str, ...]) -> str:
     text = repr(captions[0] if len(captions) == 1 else list(captions))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

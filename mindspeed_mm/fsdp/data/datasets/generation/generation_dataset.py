@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
@@ -100,7 +101,7 @@ class GenerationDataset(MMDataset):
         """Sample `index` as it is in the first epoch."""
         return self.item(index, 0)
 
-    def item(self, index: int, epoch: int) -> dict[str, Any]:
+    def item(self, index: int, epoch: int) -> JsonObject:
         """Sample `index` as it is in an epoch: its caption is drawn anew."""
         row, repeat = self._samples[index]
         return self._source.item(row, epoch, repeat)
@@ -139,7 +140,7 @@ class GenerationDataset(MMDataset):
         """Samples of one size → batch."""
         return GenerationCollator(self._pad_text)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares."""
         return self._source.fingerprint()
 
@@ -184,7 +185,7 @@ class GenerationCollator:
     def __init__(self, pad_text: Callable[[Sequence[TextFeatures]], dict[str, torch.Tensor]]) -> None:
         self._pad_text = pad_text
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
+    def __call__(self, samples: Sequence[JsonObject]) -> Batch:
         """Collate and check; see `core.batch.BATCH_KEYS`."""
         batch: Batch = {}
         for name in samples[0]:

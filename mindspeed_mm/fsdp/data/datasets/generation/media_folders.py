@@ -15,12 +15,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.folder_kinds import is_output
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import VIDEO_SUFFIXES
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
@@ -82,7 +81,7 @@ class CaptionedFolder:
         """Return the place of medium `index`, printed as its path that starts with the folder's name."""
         return FilePlace(f"{self.name}/{self._media[index]}", index + 1)
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Medium `index` as `path` and `captions`; each line of the text is a caption of its own.
 
         Raises:
@@ -102,7 +101,7 @@ class CaptionedFolder:
             )
         return {"path": medium, "captions": [self._default]}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Name, rows, and the files with size and time of change."""
         marks = []
         for medium, caption in zip(self._media, self._captions, strict=True):
@@ -145,14 +144,14 @@ class TarSamples:
         """Name of the sample in its archive."""
         return FilePlace(f"{self.name}/{self._samples[index][0]}", index + 1)
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Sample `index`; media as paths through the archive.
 
         Raises:
             DataError: A text or a JSON member cannot be read.
         """
         _, parts = self._samples[index]
-        row: dict[str, Any] = {}
+        row: JsonObject = {}
         if all(f".{ending}" in _UNREAD_SUFFIXES or not _is_medium(f".{ending}") for ending in parts):
             unread = next(member for ending, member in parts.items() if f".{ending}" in _UNREAD_SUFFIXES)
             raise _not_read(unread, str(self.place(index)))
@@ -166,11 +165,11 @@ class TarSamples:
         for suffix in CAPTION_SUFFIXES:
             caption = parts.get(suffix.removeprefix("."))
             if caption is not None:
-                row["cap"] = _lines(_decoded(self._bytes(caption), f"{self.name}/{caption}"))
+                row["cap"] = _lines(_utf8_text(self._bytes(caption), f"{self.name}/{caption}"))
                 break
         return row
 
-    def _columns(self, member: str, index: int) -> dict[str, Any]:
+    def _columns(self, member: str, index: int) -> JsonObject:
         try:
             found = parse_json(self._bytes(member))
         except ValueError as error:
@@ -396,12 +395,12 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MOST_CAPTION_BYTES:
             raise DataError("is too long for a caption", where=str(path))
-        return _decoded(path.read_bytes(), str(path))
+        return _utf8_text(path.read_bytes(), str(path))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
-def _decoded(data: bytes, where: str) -> str:
+def _utf8_text(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
@@ -21,7 +21,7 @@ def roles_of_rows(roles: Sequence[MediaRole], basic: BasicParameters) -> tuple[M
     return (*roles, REJECTED) if basic.stage == "rm" else tuple(roles)
 
 
-def as_pair(row: Mapping[str, Any], place: object) -> dict[str, Any]:
+def as_pair(row: Mapping[str, object], place: object) -> JsonObject:
     """A row of a pair with the chosen side in `file` and the rejected one in `file_rejected`, whatever it is written
     as.
 
@@ -46,7 +46,7 @@ def as_pair(row: Mapping[str, Any], place: object) -> dict[str, Any]:
     return found
 
 
-def take_scores(row: dict[str, Any], place: object) -> tuple[float, ...]:
+def take_scores(row: JsonObject, place: object) -> tuple[float, ...]:
     """Scores of the chosen and the rejected side, whose columns are taken out of the row; none where it has none.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
@@ -150,7 +151,7 @@ class RawSource:
         """How often an epoch reads row `index`."""
         return self.rows.files[self.rows.file_number(index)].repeats
 
-    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
+    def item(self, index: int, epoch: int, repeat: int = 0) -> JsonObject:
         """`sample_id`, `epoch`, `fps`, `caption`, `pixels`, (3, T, H, W) uint8, and the media of the roles.
 
         Args:
@@ -168,7 +169,7 @@ class RawSource:
             number = drawn_view(self.seed, epoch, sample_id, self.views)
             media = self._seen(index, row, number)
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
         item = {
             "sample_id": sample_id,
             "epoch": epoch,
@@ -204,7 +205,7 @@ class RawSource:
             found = self.contradiction(row)
             drawn = drawn_caption(self.seed, 0, self.key(index, row), len(row.captions))
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
         header, told = self.headers[index], ""
         if found is not None:
             header, told = found.header, found.what
@@ -236,7 +237,7 @@ class RawSource:
             views = [self._seen(index, row, number) for number in range(self.views)]
             return {name: torch.stack([view[name] for view in views]) for name in views[0]}
         except DataError as error:
-            raise _at(row, error) from error
+            raise _error_at_row(row, error) from error
 
     def _seen(self, index: int, row: GenerationRow, number: int) -> dict[str, torch.Tensor]:
         """One view of a row's media: all of them are scaled, cut and turned alike."""
@@ -308,7 +309,7 @@ class RawSource:
         said = (self.digest(index).hex(), str(self.sizes[index]), self.views, sorted(taken.items()))
         return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
         order: which rows could not be used at the start, and the sizes of the others."""
         basic = {name: self._basic.get(name) for name in sorted(_SHAPING_BASIC)}
@@ -463,7 +464,7 @@ class RawSource:
             if self._sound is not None and header.fps > 0:
                 self._probe_sound(row, self._sound)
         except DataError as error:
-            return _at(row, error)
+            return _error_at_row(row, error)
         return header
 
     def _probe_sound(self, row: GenerationRow, sound: SoundGeometry) -> None:
@@ -513,14 +514,14 @@ def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
         )
 
 
-def _at(row: GenerationRow, error: DataError) -> DataError:
+def _error_at_row(row: GenerationRow, error: DataError) -> DataError:
     """The error with the row's place in front."""
     problem = error.problems[0]
     where = f"{row.place}  {problem.where}".strip()
     return DataError(problem.what, where=where, key=problem.key, way_out=problem.way_out)
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(settings: Mapping[str, object]) -> JsonObject:
     """With lists in place of tuples, as JSON gives them back."""
     plain = dict(settings)
     for name, value in settings.items():

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowSource, find_sources, rows_folder
@@ -45,7 +45,7 @@ class RowFile:
     """How often an epoch reads each row."""
     is_prior: bool = False
     """Whether the rows preserve the prior."""
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: JsonMapping = field(default_factory=dict)
     """Keys of `preprocess_parameters` about sizes that are others for these rows."""
     entry: str = ""
     """The entry of `dataset` that names it, as `mix.weights` calls it."""
@@ -74,7 +74,7 @@ class RowFile:
         """A folder that its media may lie in, beside those that the configuration names."""
         return self.folder if Path(self.folder).is_absolute() else None
 
-    def facts(self, cache_dir: str | None) -> dict[str, Any]:
+    def facts(self, cache_dir: str | None) -> JsonObject:
         """What a resumed run compares; see `file_facts`."""
         facts = {**file_facts(self.reader, cache_dir), "folder": self.folder, "repeats": self.repeats}
         if self.companions:
@@ -123,7 +123,7 @@ class TextTable:
         line = self._lines[index][1]
         return (line if self._captions is None else f"{line}\t{self._captions[index]}").encode()
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Row `index` as `file` and `captions`."""
         number, line = self._lines[index]
         if self._captions is not None:
@@ -317,7 +317,7 @@ class CompanionFolder:
             way_out=f"Put it there, or take the row out. The folder is named in {self.key}.",
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Column, and the files with size and time of change."""
         marks = []
         for file in self._files.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
@@ -16,7 +15,7 @@ _PLACES_SHOWN = 3
 _PROBLEMS_SHOWN = 10
 
 
-def media_columns(extras: Mapping[str, Any]) -> list[str]:
+def media_columns(extras: Mapping[str, object]) -> list[str]:
     """Columns that a task does not read, are called as media of other tasks, and hold names of pictures or videos."""
     named = ROLE_COLUMNS & extras.keys()
     return [name for name in sorted(named) if Path(str(extras[name])).suffix.lower() in MEDIA_SUFFIXES]

@@ -22,6 +22,7 @@ import numpy as np
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import (
     MediaLoader,
     check_remote_media_off,
@@ -67,7 +68,7 @@ class GenerationRow:
     fps: float | None = None
     height: int | None = None
     width: int | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: JsonMapping = field(default_factory=dict)
     """Columns that are none of the above."""
     roles: Mapping[str, str | bytes] = field(default_factory=dict)
     """Further media by their role, see `MediaRole`."""
@@ -146,7 +147,7 @@ class GenerationRows(Sequence[GenerationRow]):
         most: int | None = None,
         *,
         may_skip: bool = False,
-        look: Callable[[GenerationRow], Any] | None = None,
+        look: Callable[[GenerationRow], object] | None = None,
         rules: CaptionRules | None = None,
         roles: Sequence[MediaRole] = (),
     ) -> None:
@@ -236,7 +237,7 @@ class GenerationRows(Sequence[GenerationRow]):
             told_roles={name: file.told(each) for name, each in row.roles.items()},
         )
 
-    def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
+    def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], object]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
         seen: set[int] = set()
         faults: list[DataError] = []
@@ -265,7 +266,7 @@ class GenerationRows(Sequence[GenerationRow]):
 
 def read_rows(
     basic: BasicParameters,
-    look: Callable[[GenerationRow], Any] | None = None,
+    look: Callable[[GenerationRow], object] | None = None,
     files: Sequence[RowFile] | None = None,
     roles: Sequence[MediaRole] = (),
 ) -> GenerationRows:
@@ -362,7 +363,7 @@ def media_digest(media: bytes | BinaryIO) -> bytes:
     return digest.digest()
 
 
-def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any]) -> str:
+def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, object]) -> str:
     """What a sample is, in 32 hex digits: the same wherever the file lies and whatever it is called.
 
     Args:
@@ -378,7 +379,7 @@ def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any
 
 
 def parse_row(
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     place: RowLocation,
     columns: ColumnNames,
     folder: str = "",
@@ -407,11 +408,11 @@ def parse_row(
     if REJECTED in roles:
         rest = as_pair(rest, place)
         scores = take_scores(rest, place)
-    media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
+    media = _medium(_taken_field(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     for companion in companions:
         if companion.column not in rest:
             rest[companion.column] = companion.of(media, place)
-    rest = _spread(rest, roles, place)
+    rest = _one_column_each(rest, roles, place)
     of_roles: dict[str, str | bytes] = {}
     for role in roles:
         found = _of_role(role, rest, folder, place)
@@ -421,7 +422,7 @@ def parse_row(
     if caption is not None and not any(name in rest for name in _tried(columns.caption, CAPTION_COLUMNS)):
         captions: tuple[str, ...] = (caption,)
     else:
-        captions = captions_of(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
+        captions = captions_of(_taken_field(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
         raise DataError(
@@ -446,7 +447,7 @@ def parse_row(
     )
 
 
-def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocation) -> str | bytes | None:
+def _of_role(role: MediaRole, row: JsonObject, folder: str, place: RowLocation) -> str | bytes | None:
     """The medium of a role, whose column is taken out of the row; None where there need be none."""
     for name in role.columns:
         if name in row:
@@ -476,7 +477,7 @@ def _check_together(
     raise DataError(what + ", ".join([*others, *given]), where=str(place), key=role.columns[0], way_out=way_out)
 
 
-def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
+def _one_column_each(row: JsonObject, roles: Sequence[MediaRole], place: RowLocation) -> JsonObject:
     """Several pictures in one column, in columns of their own."""
     named: dict[str, tuple[str, ...]] = {}
     """Column of the first → those of all."""
@@ -497,7 +498,7 @@ def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation)
 
 
 def _check_not_null(
-    row: Mapping[str, Any], columns: ColumnNames, place: RowLocation, *, needs_caption: bool = True
+    row: Mapping[str, object], columns: ColumnNames, place: RowLocation, *, needs_caption: bool = True
 ) -> None:
     """A column that is there and holds nothing is another fault than one that is not there."""
     for named, usual, way_out in (
@@ -511,9 +512,9 @@ def _check_not_null(
             raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
 
-def _take(
-    row: dict[str, Any], named: str | None, usual: Sequence[str], place: RowLocation, what: str
-) -> tuple[str, Any]:
+def _taken_field(
+    row: JsonObject, named: str | None, usual: Sequence[str], place: RowLocation, what: str
+) -> tuple[str, object]:
     tried = _tried(named, usual)
     for name in tried:
         if name in row:
@@ -532,7 +533,7 @@ def _tried(named: str | None, usual: Sequence[str]) -> Sequence[str]:
     return usual if named is None else (named,)
 
 
-def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | bytes:
+def _medium(found: tuple[str, object], folder: str, place: RowLocation) -> str | bytes:
     name, value = found
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -553,7 +554,7 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 
 
-def _whole_number(value: Any, name: str, place: RowLocation) -> int | None:
+def _whole_number(value: object, name: str, place: RowLocation) -> int | None:
     number = _number(value, name, place, "whole number")
     return None if number is None else int(number)
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.core.suggest import did_you_mean
@@ -66,7 +67,9 @@ class SizeSettings:
     """See `ClipSampling`."""
 
     @classmethod
-    def read(cls, preprocess: PreprocessParameters | Mapping[str, Any], model_fps: float | None = None) -> SizeSettings:
+    def read(
+        cls, preprocess: PreprocessParameters | Mapping[str, object], model_fps: float | None = None
+    ) -> SizeSettings:
         """Out of the configuration.
 
         Args:
@@ -87,7 +90,7 @@ class SizeSettings:
         return cls(**_comparable(given))
 
     @classmethod
-    def noted(cls, preprocessing: Mapping[str, Any]) -> SizeSettings:
+    def noted(cls, preprocessing: Mapping[str, object]) -> SizeSettings:
         """As a feature set has noted them; what its version did not know was as the defaults are."""
         known = {name: preprocessing[name] for name in cls.__dataclass_fields__ if name in preprocessing}
         return cls(**_comparable(known))
@@ -156,7 +159,7 @@ def buckets_of(
         return Buckets(SizeSettings.read({**general, **file.sizes}, model_fps), geometry)
 
 
-def _given(preprocess: PreprocessParameters | Mapping[str, Any]) -> dict[str, Any]:
+def _given(preprocess: PreprocessParameters | JsonMapping) -> dict[str, Any]:
     """The keys of `SizeSettings` that are set."""
     return {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
 
@@ -297,10 +300,10 @@ def _key_of_sizes(settings: SizeSettings) -> str:
     return "height" if settings.max_pixels is None else "max_pixels"
 
 
-def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
+def _effect(settings: SizeSettings, geometry: MediaGeometry) -> JsonObject:
     """What settings come to: number and order of buckets, and the way that they are written, do not count."""
     sizes = sorted(Buckets(settings, geometry).sizes, key=lambda size: (size.height, size.width, size.frames))
-    effect: dict[str, Any] = {"sizes": ", ".join(map(str, sizes))}
+    effect: JsonObject = {"sizes": ", ".join(map(str, sizes))}
     names = ["max_enlargement", "max_cut", "enlarge", "crop", "flip"]
     if geometry.is_video:
         effect["num_frames"] = "each clip's own" if settings.keeps_lengths else "set"
@@ -398,7 +401,7 @@ def _is_bucket(value: object) -> bool:
     return isinstance(value, str) and _BUCKET.fullmatch(value.replace(" ", "")) is not None
 
 
-def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(settings: Mapping[str, object]) -> JsonObject:
     """Lists as tuples: what was read of JSON equals what was read of YAML."""
     comparable = dict(settings)
     for name, value in settings.items():
@@ -456,13 +459,13 @@ _EXCLUDED_BY = {"buckets": ("num_frames", "height"), "max_pixels": ("height", "b
 """Key → keys that say the same in another way."""
 
 
-def _wrong_values(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _wrong_values(given: Mapping[str, object]) -> Iterator[Problem]:
     for name, value in given.items():
         if not _ALLOWED[name].is_right(value):
             yield Problem(f"{value!r} is not {_ALLOWED[name].words}", key=f"{_KEY}.{name}")
 
 
-def _conflicts(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _conflicts(given: Mapping[str, object]) -> Iterator[Problem]:
     absent = {"height", "width"} - given.keys()
     if len(absent) == 1:
         yield Problem("only one side is given", key=f"{_KEY}.{absent.pop()}", way_out="Give height and width.")

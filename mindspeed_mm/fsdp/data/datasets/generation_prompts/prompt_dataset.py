@@ -13,6 +13,7 @@ import torch
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
@@ -38,7 +39,7 @@ class PromptRow:
     """One prompt, with the row and the file that it comes from."""
 
     text: str
-    row: Mapping[str, Any]
+    row: JsonMapping
     """All of its columns, which rewards are given."""
     place: str
     """`prompts.txt:7`."""
@@ -122,7 +123,7 @@ class PromptDataset(MMDataset):
             )
         given = (preprocess_param.get(name) for name in ("model_id", "transformer", "task"))
         self._adapter = find_adapter(folder, *given)
-        self.size = _size(preprocess_param)
+        self.size = _media_size(preprocess_param)
         self.geometry = self._adapter.geometry
         self.geometry.check(self.size, key="data.dataset_param.preprocess_parameters")
         self.prompts = _read_all(basic_param)
@@ -136,7 +137,7 @@ class PromptDataset(MMDataset):
         """Prompt `index` as it is in the first epoch."""
         return self.item(index, 0)
 
-    def item(self, index: int, epoch: int) -> DrawnPrompt | dict[str, Any]:
+    def item(self, index: int, epoch: int) -> DrawnPrompt | JsonObject:
         """Prompt `index` in an epoch: it is drawn anew, from other noise."""
         prompt = self.prompts[index]
         if self._for_rollouts:
@@ -156,13 +157,13 @@ class PromptDataset(MMDataset):
         """Raise `ModelFolderError` when the model's folder lacks an encoder, or the VAE that decodes samples."""
         encoder_files(self._adapter)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """The prompts' hash and the size."""
         digest = hashlib.sha256(repr([prompt.text for prompt in self.prompts]).encode()).hexdigest()[:16]
         return {**super().fingerprint(), "prompts": digest, "size": str(self.size)}
 
 
-def _size(preprocess: PreprocessParameters) -> MediaSize:
+def _media_size(preprocess: PreprocessParameters) -> MediaSize:
     height, width = preprocess.get("height"), preprocess.get("width")
     if not (isinstance(height, int) and isinstance(width, int)):
         raise ConfigError(
@@ -210,7 +211,7 @@ def _read(path: Path, column: str | None) -> list[PromptRow]:
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], place: str, column: str | None, folder: Path) -> PromptRow:
+def _of_row(row: Mapping[str, object], place: str, column: str | None, folder: Path) -> PromptRow:
     columns = [column] if column else [name for name in _COLUMNS if name in row]
     name = columns[0] if columns else "prompt"
     text = row.get(name)

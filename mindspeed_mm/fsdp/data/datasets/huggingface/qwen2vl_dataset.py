@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
@@ -156,14 +157,14 @@ class Qwen2VLDataset(MMDataset):
             sample = with_media_beside(sample, str(folder.absolute()))
         return self._with_boxes(sample)
 
-    def conversation(self, index: int) -> dict[str, Any]:
+    def conversation(self, index: int) -> JsonObject:
         """Row `index` in a layout that `attr` can tell of.
 
         A data set of rows of another layout overrides this: what it returns is a row like those of files, with its
         questions, answers and media; the rest is as ever. It may raise `DataError` for a row that cannot be used, and
         what else it raises is reported as one.
         """
-        row: dict[str, Any] = self._rows.row(index)
+        row: JsonObject = self._rows.row(index)
         return row
 
     def measure(self, index: int) -> SampleSize:
@@ -207,7 +208,7 @@ class Qwen2VLDataset(MMDataset):
             return ""
         return str(decode(asked[shared:]))
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Row `index` as it stands in its file."""
         return self._rows.row(index)
 
@@ -255,7 +256,7 @@ class Qwen2VLDataset(MMDataset):
             )
         return notes
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
         shaping = {key for key in SHAPING_PREPROCESS if key not in _ADDED or self._preprocess[key]}
         basic = {key for key in _SHAPING_BASIC if key not in _ADDED or self.basic_parameters[key]}

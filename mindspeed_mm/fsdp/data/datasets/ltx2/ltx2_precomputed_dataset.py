@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.data.feature_store import FeatureStore, PrecomputedFeatures, PrecomputedLayout
@@ -69,7 +69,7 @@ class PrecomputedDataset(GenerationDataset):
         return PrecomputedFeatures(folder, adapter, PrecomputedLayout(**layout))
 
 
-def _check_noise(settings: Mapping[str, Any]) -> None:
+def _check_noise(settings: JsonMapping) -> None:
     """Refuse settings of noise that differ from what `training.diffusion` does by default."""
     problems = []
     if settings.get("first_frame_conditioning_p"):

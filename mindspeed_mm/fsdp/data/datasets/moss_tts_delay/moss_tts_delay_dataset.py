@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import TextPositions
@@ -106,7 +106,7 @@ class MossTTSDelayDataset(SpokenRows):
         positions = TextPositions() if does_pack else None
         return MossTTSDelayCollator(self.processor, TextOnlyPlugin(), collate_param, positions)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the model's configuration, by which samples are laid out, and how their texts are read."""
         return {"config": repr(self._writer.config.to_dict()), "split_special_tokens": self._split}
 
@@ -194,7 +194,7 @@ class TurnWriter:
         return self._tokens.encode(text, ())[0].tolist() if text else []  # type: ignore[no-any-return]
 
 
-def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
+def _voices_of(row: JsonMapping, place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
     """Codes of the voices that a row gives; None where it says nothing of voices.
 
     Raises:
@@ -221,7 +221,7 @@ def _voices_of(row: Mapping[str, Any], place: str, sizes: Sequence[int]) -> list
     return None
 
 
-def _depth(given: Any) -> int:
+def _depth(given: object) -> int:
     """Of nested lists: 2 for frames, 3 for a list of voices, any of which may be None."""
     depth, inner = 0, given
     while isinstance(inner, Sequence | np.ndarray) and not isinstance(inner, str):

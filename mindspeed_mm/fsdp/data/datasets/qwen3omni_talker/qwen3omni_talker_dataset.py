@@ -10,7 +10,7 @@ and the last answer with the codes of its speech. The answer's words go beside t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import at_place, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
@@ -114,7 +114,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
             raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
         return super().build_collator(collate_param.model_copy(update={"model_name": _NAME}), packs=False)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """Return the fingerprint of the rows and settings, to which the model's configuration belongs, too."""
         found = super().fingerprint()
         return found | {"settings": found["settings"] | {"config": repr(self._config.to_dict())}}
@@ -147,13 +147,13 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         words, _ = self._tokens.encode(self._tokens.protect(text), [])
         return words.tolist()  # type: ignore[no-any-return]
 
-    def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
+    def _codes(self, row: Mapping[str, object], place: str) -> np.ndarray:
         talker = self._config.talker_config
         others = talker.num_code_groups - 1
         sizes = [talker.code_predictor_config.vocab_size] * (1 + others)
         return codes_of(row, place, sizes, "the encoder of the codec whose decoder is code2wav")
 
-    def _voice(self, row: dict[str, Any], place: str) -> int:
+    def _voice(self, row: Mapping[str, object], place: str) -> int:
         known = self._config.talker_config.speaker_id or {}
         name = str(row.get("speaker") or "").lower()
         if name not in known:

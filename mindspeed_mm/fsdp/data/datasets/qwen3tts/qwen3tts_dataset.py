@@ -11,7 +11,7 @@ What generation goes on from is the same without the last place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, located
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
@@ -92,13 +92,13 @@ class Qwen3TTSDataset(SpokenRows):
     def padding_collator(self, collate_param: CollateParam) -> Collator:
         return Qwen3TTSCollator(self.processor, TextOnlyPlugin(), collate_param)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the model's configuration, by which samples are laid out."""
         return {"config": repr(self._config.to_dict())}
 
     # --- one row ------------------------------------------------------------------------------------------------------
 
-    def _encoded(self, row: dict[str, Any], place: str) -> dict[str, Any]:
+    def _encoded(self, row: Mapping[str, object], place: str) -> JsonObject:
         """All but the sound of its voice."""
         role, end = self.ids_of(_ROLE), self.ids_of(_END)
         told = self.ids_of(f"{_ROLE}{self.text_of(row, 'text', place)}{_END}")
@@ -114,13 +114,13 @@ class Qwen3TTSDataset(SpokenRows):
             "codec_ids": made.codec_ids,
         }
 
-    def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
+    def _codes(self, row: Mapping[str, object], place: str) -> np.ndarray:
         """Return the codes of a row's speech, (frames, G) int64. Raises `DataError` for missing or unknown ones."""
         talker = self._config.talker_config
         sizes = [talker.vocab_size] + [talker.code_predictor_config.vocab_size] * (talker.num_code_groups - 1)
         return codes_of(row, place, sizes, "finetuning/prepare_data.py of Qwen3-TTS (Qwen3-TTS-Tokenizer-12Hz)")
 
-    def _voice(self, row: dict[str, Any], place: str) -> list[int]:
+    def _voice(self, row: Mapping[str, object], place: str) -> list[int]:
         """What stands for the voice."""
         if row.get("ref_audio"):
             if self._config.tts_model_type != "base":
@@ -143,7 +143,7 @@ class Qwen3TTSDataset(SpokenRows):
             )
         return [int(known[name])]
 
-    def _spectrum(self, row: dict[str, Any], place: str, folder: str) -> np.ndarray:
+    def _spectrum(self, row: Mapping[str, object], place: str, folder: str) -> np.ndarray:
         """(frames, mels) of the voice."""
         assert self.media is not None
         given = row["ref_audio"]

@@ -92,7 +92,7 @@ class Listener:
         (made, *_) = self._run(SPEECH_TOKENIZER, self._tokenizer, [spectrum[None], frames])
         return [int(token) for token in np.asarray(made).reshape(-1)]
 
-    def _run(self, name: str, session: Any, inputs: Sequence[np.ndarray]) -> Sequence[Any]:
+    def _run(self, name: str, session: Any, inputs: Sequence[np.ndarray]) -> Sequence[object]:
         names = [each.name for each in session.get_inputs()]
         try:
             outputs: Sequence[Any] = session.run(None, dict(zip(names, inputs, strict=True)))
@@ -101,14 +101,14 @@ class Listener:
         return outputs
 
     @cached_property
-    def _campplus(self) -> Any:
+    def _campplus(self) -> object:
         return self._session(CAMPPLUS)
 
     @cached_property
     def _tokenizer(self) -> Any:
         return self._session(SPEECH_TOKENIZER)
 
-    def _session(self, name: str) -> Any:
+    def _session(self, name: str) -> object:
         try:
             import onnxruntime  # an extra
         except ImportError as error:

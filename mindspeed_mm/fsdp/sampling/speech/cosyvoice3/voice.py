@@ -161,7 +161,7 @@ class CosyVoice3Voice(Voice):
             raise ModelFolderError(what, where=str(folder), way_out=way_out)
 
 
-def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Sizes:
+def _sizes(kind: type[_Sizes], config: object, section: str, folder: Path) -> _Sizes:
     """Sizes of a part; defaults are the release's.
 
     Raises:
