@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.sampling.unified import Context, Drawing, UnifiedSampler,
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.media_files import image_bytes
-from mindspeed_mm.tasks.model_source import resolve_model, run_arguments
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments
 from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.shared import height_and_width
 
@@ -49,8 +49,7 @@ def answer(request: InferRequest) -> SaidInParts:
     """
     with torch.inference_mode():
         sampler, context, _ = _asked(request, draws=False)
-        words = Words(request.longest_answer, request.temperature or 0.0, request.seed or 0)
-        return SaidInParts(*sampler.answer(context, words))
+        return SaidInParts(*sampler.answer(context, words_for(request, request.seed or 0)))
 
 
 def draw(request: InferRequest) -> DrawnInParts:
@@ -63,32 +62,59 @@ def draw(request: InferRequest) -> DrawnInParts:
     out = check_medium_file(request.draw, "PNG", [path for _, path in request.media], "--draw")
     with torch.inference_mode():
         sampler, context, size = _asked(request, draws=True)
-        if request.size is not None:
-            size = height_and_width(request.size, "--size")
-        height, width = size or (Drawing.height, Drawing.width)
-        drawing = Drawing(
-            height,
-            width,
-            steps=request.num_inference_steps or Drawing.steps,
-            text_guidance=_or(request.guidance_scale, Drawing.text_guidance),
-            picture_guidance=_or(request.picture_guidance, Drawing.picture_guidance),
-            seed=request.seed or 0,
-        )
+        drawing = drawing_for(request, size, request.seed or 0)
         pixels = sampler.draw(context, drawing).permute(1, 2, 0).numpy()
     make_writable_folder(out.parent)
     atomic_write_bytes(out, image_bytes(pixels))
     return DrawnInParts(request.draw, drawing.width, drawing.height, drawing.steps)
 
 
+def words_for(request: InferRequest, seed: int) -> Words:
+    """How the words of an answer are chosen."""
+    return Words(request.longest_answer, request.temperature or 0.0, seed)
+
+
+def drawing_for(request: InferRequest, size: tuple[int, int] | None, seed: int) -> Drawing:
+    """How a picture is drawn: of the size that is asked for, or of that of the last picture in front.
+
+    Args:
+        request: What is asked.
+        size: Height and width of that picture; None: there is none.
+        seed: Of its noise.
+
+    Raises:
+        UsageError: The size that is asked for is none.
+    """
+    if request.size is not None:
+        size = height_and_width(request.size, "--size")
+    height, width = size or (Drawing.height, Drawing.width)
+    return Drawing(
+        height,
+        width,
+        steps=request.num_inference_steps or Drawing.steps,
+        text_guidance=_or(request.guidance_scale, Drawing.text_guidance),
+        picture_guidance=_or(request.picture_guidance, Drawing.picture_guidance),
+        seed=seed,
+    )
+
+
 def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
+def sampler_of(request: InferRequest, source: ModelSource) -> UnifiedSampler:
+    """The model, with pictures as large as the run says that was trained.
+
+    Raises:
+        MMError: The folder is not a model.
+    """
+    seen, latent = size_rules(_sizes(request, source.run), source.folder)
+    return load_unified(source.folder, seen, latent, current_device())
+
+
 def _asked(request: InferRequest, *, draws: bool) -> tuple[UnifiedSampler, Context, tuple[int, int] | None]:
     """The model and the sequence up to its answer; with pictures the size of the last one."""
-    source = resolve_model(request.model)
-    seen, latent = size_rules(_sizes(request, source.run), source.folder)
-    sampler = load_unified(source.folder, seen, latent, current_device())
+    sampler = sampler_of(request, resolve_model(request.model))
     context, size = sampler.start(), None
     for path in request.images:
         size = sampler.add_picture(context, _opened(path), given=draws)
