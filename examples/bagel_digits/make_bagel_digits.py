@@ -1,5 +1,5 @@
 """Writes the bagel_digits example: questions about scanned digits whose answers are words or pictures, and a BAGEL
-folder of 1.7 M parameters.
+folder of 1.3 M parameters.
 
 Run `python examples/bagel_digits/make_bagel_digits.py [FOLDER]` (default `runs/bagel_digits`). Nothing is downloaded;
 the same versions write the same bytes.
