@@ -23,6 +23,7 @@ if str(EXAMPLE) not in sys.path:
 import edits_of_digits  # noqa: E402
 import judge_bagel_digits  # noqa: E402
 import make_bagel_digits  # noqa: E402
+import small_bagel  # noqa: E402
 from edits_of_digits import DRAW, INVERT, MAKE, READ, TASKS, TURN  # noqa: E402
 from judge_bagel_digits import Answered  # noqa: E402
 from judges import Judges, stacked, train_judges  # noqa: E402
@@ -51,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(make_bagel_digits, "load_scans", lambda: load_scans()[:200])
         patch.setattr(make_bagel_digits, "DRAWS", 2)
         make_bagel_digits.make_data(folder / "data")
-    make_bagel_digits.write_model_folder(folder / "model", make_bagel_digits.texts_of(folder / "data"))
+    small_bagel.write_model_folder(folder / "model", make_bagel_digits.texts_of(folder / "data"))
     return folder
 
 
@@ -138,7 +139,8 @@ def test_one_memorised_picture_of_each_digit_is_not_enough(capsys: pytest.Captur
     first = np.stack([pictures[digits.index(digit)] for digit in digits])
     assert judge_bagel_digits.check_variety(first, digits, scans) == 1
     assert "vary less" in capsys.readouterr().err
-    assert judge_bagel_digits.check_variety(*stacked(scans[::2]), scans) == 0
+    pictures, digits = stacked(scans[::2])
+    assert judge_bagel_digits.check_variety(pictures, digits, scans) == 0
 
 
 def overrides(folder: Path) -> list[str]:
