@@ -1,5 +1,5 @@
-"""A folder of BAGEL with 1.3 M parameters and no weights: configuration, tokenizer, and a VAE that leaves pixels as they
-are.
+"""A folder of BAGEL with 1.3 M parameters and no weights: configuration, tokenizer, and a VAE that leaves pixels as
+they are.
 
 A picture of 8×8 pixels is 4 tokens, seen or drawn. Training starts from scratch (`model.train_from_scratch: true`).
 """
