@@ -104,17 +104,24 @@ def digit_of(prompt: str) -> int:
     return next(NAMES.index(word) for word in prompt.split() if word in NAMES)
 
 
-def write_results(folder: Path, scores: dict[str, Score], samples: list[dict[str, Any]], distances: Distances) -> None:
+def write_results(
+    folder: Path,
+    scores: dict[str, Score],
+    samples: list[dict[str, Any]],
+    distances: Distances,
+    media_dir: str = "samples",
+) -> None:
     """Write `run/eval/`, which `mm report` shows.
 
     Args:
         folder: Of the example, with `run` and `samples`.
         scores: By what was judged.
-        samples: One entry each, with the keys of an evaluation's samples; pictures lie in `samples`.
+        samples: One entry each, with the keys of an evaluation's samples.
         distances: To the nearest training scan.
+        media_dir: Where their pictures lie, in the folder.
     """
     facts = {
-        "media_dir": str((folder / "samples").absolute()),
+        "media_dir": str((folder / media_dir).absolute()),
         "distance_to_nearest_training_scan": {"generated": distances.generated, "real held-out": distances.real},
     }
     overall = score(sample["correct"] for sample in samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,9 @@ from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.requests.infer import InferRequest
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.answer.infer import InferOutcome
 
 EXAMPLES = """
 \b
@@ -182,8 +186,12 @@ def answer_rows(request: InferRequest) -> None:
     from mindspeed_mm.tasks.answer import infer
 
     outcome = infer.run(request)
-    if outcome is None:
-        return
+    if outcome is not None:
+        tell_outcome(request, outcome)
+
+
+def tell_outcome(request: InferRequest, outcome: InferOutcome) -> None:
+    """Print how many rows were answered."""
     if request.as_json:
         say_json(asdict(outcome))
         return
@@ -198,10 +206,11 @@ def answer_rows(request: InferRequest) -> None:
 
 
 def answer_or_draw(request: InferRequest) -> int:
-    """Answer the one prompt in words, or by a picture."""
+    """Answer one prompt, or every row of a file, in words or by pictures."""
     request.check_unified(given_names())
     check_inputs(request)
-    return share("infer", request, lambda: answer_in_parts(request))
+    respond = answer_in_parts if request.data is None else answer_rows_in_parts
+    return share("infer", request, lambda: respond(request))
 
 
 @collecting_later()
@@ -220,6 +229,14 @@ def answer_in_parts(request: InferRequest) -> None:
         say_json(asdict(made))
     else:
         say(shown)
+
+
+@collecting_later()
+def answer_rows_in_parts(request: InferRequest) -> None:
+    """Answer every row of the file, and print how many there were."""
+    from mindspeed_mm.tasks.answer import unified_rows
+
+    tell_outcome(request, unified_rows.run(request))
 
 
 COMMANDS: dict[ModelKind, Callable[[InferRequest], int]] = {

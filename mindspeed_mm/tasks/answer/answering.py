@@ -50,8 +50,13 @@ class AnswerFile:
                 raise self._foreign(f"row {row} answers '{record['question']}', which is not that row of the input")
         return [question for question in questions if question.row not in self.records]
 
-    def append(self, answered: Sequence[tuple[Question, Answer]]) -> None:
-        """Add a batch of answers."""
+    def append(self, answered: Sequence[tuple[Question, Answer]], **more: str) -> None:
+        """Add a batch of answers.
+
+        Args:
+            answered: Questions with their answers.
+            more: Further keys of each.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         batch = {}
         for question, answer in answered:
@@ -62,6 +67,7 @@ class AnswerFile:
                 "images": question.image_names,
                 "answer": answer.text,
                 "finished": answer.finished,
+                **more,
                 "model": self._fingerprint,
             }
         append_jsonl(self.path, *batch.values())

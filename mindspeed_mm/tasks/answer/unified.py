@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.media_files import image_bytes
 from mindspeed_mm.fsdp.utils.own_families import model_type_of
-from mindspeed_mm.tasks.model_source import resolve_model, run_arguments
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments
 from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.shared import height_and_width
 
@@ -50,8 +50,7 @@ def answer(request: InferRequest) -> SaidInParts:
     """
     with torch.inference_mode():
         sampler, context, _ = _opened_sequence(request, draws=False)
-        words = Words(request.longest_answer, request.temperature or 0.0, request.seed or 0)
-        return SaidInParts(*sampler.answer(context, words))
+        return SaidInParts(*sampler.answer(context, words_for(request, request.seed or 0)))
 
 
 def draw(request: InferRequest) -> DrawnInParts:
@@ -64,47 +63,70 @@ def draw(request: InferRequest) -> DrawnInParts:
     out = check_medium_file(request.draw, "PNG", [path for _, path in request.media], "--draw")
     with torch.inference_mode():
         sampler, context, size = _opened_sequence(request, draws=True)
-        if request.size is not None:
-            size = height_and_width(request.size, "--size")
-        usual: Drawing = sampler.defaults
-        height, width = size or (usual.height, usual.width)
-        drawing = replace(
-            usual,
-            height=height,
-            width=width,
-            steps=request.num_inference_steps or usual.steps,
-            text_guidance=_or(request.guidance_scale, usual.text_guidance),
-            picture_guidance=_or(request.picture_guidance, usual.picture_guidance),
-            seed=request.seed or 0,
-        )
+        drawing = drawing_for(request, sampler.defaults, size, request.seed or 0)
         pixels = sampler.draw(context, drawing).permute(1, 2, 0).numpy()
     make_writable_folder(out.parent)
     atomic_write_bytes(out, image_bytes(pixels))
     return DrawnInParts(request.draw, drawing.width, drawing.height, drawing.steps)
 
 
+def words_for(request: InferRequest, seed: int) -> Words:
+    """How the words of an answer are chosen."""
+    return Words(request.longest_answer, request.temperature or 0.0, seed)
+
+
+def drawing_for(request: InferRequest, usual: Drawing, size: tuple[int, int] | None, seed: int) -> Drawing:
+    """How a picture is drawn: of the size that is asked for, or of that of the last picture in front.
+
+    Args:
+        request: What is asked.
+        usual: How the model draws where nothing is asked.
+        size: Height and width of that picture; None: there is none.
+        seed: Of its noise.
+
+    Raises:
+        UsageError: The size that is asked for is none.
+    """
+    if request.size is not None:
+        size = height_and_width(request.size, "--size")
+    height, width = size or (usual.height, usual.width)
+    return replace(
+        usual,
+        height=height,
+        width=width,
+        steps=request.num_inference_steps or usual.steps,
+        text_guidance=_or(request.guidance_scale, usual.text_guidance),
+        picture_guidance=_or(request.picture_guidance, usual.picture_guidance),
+        seed=seed,
+    )
+
+
 def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
+def sampler_of(request: InferRequest, source: ModelSource) -> Any:
+    """What answers and draws with a model, with pictures as large as the run says that was trained.
+
+    Raises:
+        MMError: The folder is not a model.
+    """
+    preprocess = _sizes(request, source.run)
+    if model_type_of(source.folder) == "internvlu":
+        from mindspeed_mm.fsdp.sampling.internvlu import load_internvlu
+
+        return load_internvlu(source.folder, preprocess, current_device())
+    return load_unified(source.folder, preprocess, current_device())
+
+
 def _opened_sequence(request: InferRequest, *, draws: bool) -> tuple[Any, Any, tuple[int, int] | None]:
     """The model and the sequence up to its answer; with pictures the size of the last one."""
-    source = resolve_model(request.model)
-    sampler = _sampler(source.folder, _sizes(request, source.run))
+    sampler = sampler_of(request, resolve_model(request.model))
     context, size = sampler.start(), None
     for path in request.images:
         size = sampler.add_picture(context, _opened(path), given=draws)
     sampler.add_text(context, request.prompt)
     return sampler, context, size
-
-
-def _sampler(folder: Path, preprocess: PreprocessParameters) -> Any:
-    """What answers and draws with the model of a folder."""
-    if model_type_of(folder) == "internvlu":
-        from mindspeed_mm.fsdp.sampling.internvlu import load_internvlu
-
-        return load_internvlu(folder, preprocess, current_device())
-    return load_unified(folder, preprocess, current_device())
 
 
 def _sizes(request: InferRequest, run: Path | None) -> PreprocessParameters:

@@ -47,7 +47,10 @@ class InferRequest(Request):
     )
     overwrite: bool = option("Discard what --out already holds.", False)
     as_json: bool = option("Print the answer, or a summary, as JSON.", False, flag="--json")
-    data: Path | None = option("Rows to answer (conversations, or prompt and image).", only=LANGUAGE)
+    data: Path | None = option(
+        "Rows to answer (conversations, or prompt and image). BAGEL draws where the row's own answer is a picture.",
+        only=LANGUAGE,
+    )
     config: Path | None = option(
         "YAML to use instead of the run's. For a language model its data section describes the rows; for a generator "
         "its plugins, model and sampling sections apply."
@@ -231,9 +234,13 @@ class InferRequest(Request):
             DataError: A file is not there.
         """
         names = set(given)
-        if len(self.prompts) != 1:
-            raise UsageError("such a model answers one --prompt", key="--prompt", way_out="Ask row by row.")
-        for name in (*_NOT_UNIFIED, *(() if self.draw is not None else _OF_DRAWING)):
+        if self.data is not None:
+            self._check_unified_rows(names)
+        elif len(self.prompts) != 1:
+            way_out = "Put the rows into --data."
+            raise UsageError("such a model answers one --prompt", key="--prompt", way_out=way_out)
+        draws = self.draw is not None or self.data is not None
+        for name in (*_NOT_UNIFIED, *(_OF_ROWS if self.data is None else ()), *(() if draws else _OF_DRAWING)):
             if name in names:
                 what = "nothing is drawn" if name in _OF_DRAWING else "is not built for models that answer and draw"
                 way_out = "Name the file for the picture: --draw FILE." if name in _OF_DRAWING else "Leave it out."
@@ -247,6 +254,15 @@ class InferRequest(Request):
             if not path.is_file():
                 way_out = f"Relative paths start at '{Path.cwd()}'."
                 raise DataError("there is no such file", where=str(path), key=f"--{kind}", way_out=way_out)
+
+    def _check_unified_rows(self, names: set[str]) -> None:
+        """Raise `UsageError` for what does not go with rows."""
+        if self.out is None:
+            raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+        for name in ("prompts", "images", "draw"):
+            if name in names:
+                flag = {"prompts": "--prompt", "images": "--image"}.get(name, f"--{name}")
+                raise UsageError("is for one question, and --data holds many", key=flag, way_out="Leave it out.")
 
     def check_questions(self) -> None:
         """Check what a language model is asked, before torch is imported.
@@ -272,9 +288,10 @@ class InferRequest(Request):
 
 
 _OF_DRAWING = ("num_inference_steps", "size", "guidance_scale", "picture_guidance")
-_OF_UNIFIED = frozenset({"draw", "temperature", "max_new_tokens", "num_inference_steps", "size"})
+_OF_UNIFIED = frozenset({"data", "draw", "temperature", "max_new_tokens", "num_inference_steps", "size"})
 """What else than options of all models one that answers and draws takes."""
-_NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "out", "media_dir", "batch_size", "overwrite", "top_p")
+_NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "batch_size", "top_p")
+_OF_ROWS = ("out", "media_dir", "overwrite")
 
 
 def _option_name(name: str) -> str:

@@ -132,7 +132,7 @@ def test_weights_of_two_terms_are_for_such_models_alone(run: Path, tmp_path: Pat
         (["--prompt", "a", "--draw", "a.png", "--temperature", 1], "the answer is a picture"),
         (["--prompt", "a", "--draw", "a.png", "--size", "8x13"], "no size of its pictures"),
         (["--prompt", "a", "--audio", "a.wav"], "--audio  is for language models"),
-        (["--data", "rows.jsonl", "--out", "b"], "--data  is for language models"),
+        (["--data", "rows.jsonl"], "--data needs --out"),
         (["--prompt", "a", "--image", "none.png"], "no such file"),
         (["--prompt", "a", "--lora", "x"], "is not built for"),
         (["--prompt", "a", "--frames", 4], "this model is a model that answers and draws"),

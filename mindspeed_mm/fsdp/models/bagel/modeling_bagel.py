@@ -10,6 +10,7 @@ language model.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -229,6 +230,14 @@ class BagelForConditionalGeneration(PreTrainedModel):
         elif module is self.llm2vae:  # the first prediction is 0
             nn.init.zeros_(self.llm2vae.weight)
             nn.init.zeros_(self.llm2vae.bias)
+        elif isinstance(module, nn.Linear) and any(module is each for each in self._between()):
+            module.reset_parameters()
+
+    def _between(self) -> Iterator[nn.Module]:
+        """Layers between pictures and the language model. As published, they begin as torch has them: of smaller
+        weights, what a picture shows would be lost beside the places of its tokens."""
+        for part in (self.connector, self.vae2llm, self.time_embedder):
+            yield from part.modules()
 
     @override
     def get_input_embeddings(self) -> nn.Module:

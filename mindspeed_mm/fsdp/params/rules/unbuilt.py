@@ -22,7 +22,7 @@ _DATASET: dict[str, tuple[object, ...]] = {
 
 _ACTING = {
     "async_preprocess": ("huggingface",),
-    "mix": ("huggingface", "generation"),
+    "mix": ("huggingface", "generation", "bagel"),
     "streaming": ("huggingface",),
 }
 """Key → the `dataset_type` of the built-in data sets that act on it."""

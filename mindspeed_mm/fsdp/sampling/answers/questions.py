@@ -45,6 +45,8 @@ class Question:
     expected: str | None
     adapter: str | None = None
     """Name of the adapters that it is answered with."""
+    drawn: int = 0
+    """Pictures that its answer in the row holds."""
 
     @property
     def messages(self) -> list[JsonObject]:
@@ -195,6 +197,7 @@ def _read_question(
         sample=sample,
         expected=expected,
         adapter=text_field(row, "adapter", "") or None,
+        drawn=count_media([answer]),
     )
 
 
