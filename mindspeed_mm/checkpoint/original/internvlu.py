@@ -7,7 +7,6 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
@@ -18,7 +17,7 @@ from mindspeed_mm.checkpoint.hf_folder import safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.utils.added_tokens import added_token_id
 
@@ -87,7 +86,7 @@ class InternVLUConverter(Converter):
             return _run(Conversion(sources, [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
 
 
-def _config(released: Path) -> dict[str, Any]:
+def _config(released: Path) -> JsonObject:
     """The one config.json: that of `vlm`, and what the other folders say beside it."""
     _check_released(released)
     vlm, head, vae = (read_json_object(released / part / "config.json", ModelFolderError) for part in (*_PARTS, "vae"))

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import REWARD_HEAD, REWA
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 
 WHOLE, ADAPTERS, OTHERS = "model.pth", "adapter_model.safetensors", "non_lora_state_dict.pth"
 _SETTINGS, _ADAPTER_SETTINGS = "model_config.json", "adapter_config.json"
@@ -214,7 +213,7 @@ def _found(path: Path, name: str) -> Path | None:
     return next((each / name for each in (folder, folder.parent) if (each / name).is_file()), None)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> JsonObject:
     """model_config.json of the release; empty without one.
 
     Raises:
@@ -252,11 +251,11 @@ def _resized(weights: dict[str, LazyTensor], files: ReleasedFiles) -> list[LazyT
     return [Sliced(embedding, 0, files.rows, before - files.rows)]
 
 
-def _changes(files: ReleasedFiles, weights: Mapping[str, LazyTensor]) -> dict[str, Any]:
+def _changes(files: ReleasedFiles, weights: Mapping[str, LazyTensor]) -> JsonObject:
     """What config.json has other than Qwen2-VL's."""
     rows = weights[_EMBEDDING].shape[0]
     config = model_config(files.hf_dir)
-    found: dict[str, Any] = {"architectures": [REWARD_MODEL], "vocab_size": rows}
+    found: JsonObject = {"architectures": [REWARD_MODEL], "vocab_size": rows}
     if isinstance(config.get("text_config"), dict):
         found = {"architectures": [REWARD_MODEL], "text_config": {**config["text_config"], "vocab_size": rows}}
     found["output_dim"] = weights[REWARD_HEAD].shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -44,7 +44,7 @@ class ClipReward:
                 "there is no such folder", where=path, key=_KEY, way_out="Name one in settings.path."
             )
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[object], rows: Sequence[Row]) -> list[float]:
         """One score a picture, in order; of a clip the mean over its frames."""
         pairs: list[tuple[str, Image.Image]] = []
         frames_of_each = []

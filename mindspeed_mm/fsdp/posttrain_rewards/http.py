@@ -16,6 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.outbound import OutboundError, RequestLimits, Server, key_header
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, MOST_REWARD, Row, reward_register
@@ -65,7 +66,7 @@ class AskedModel:
     name: str
     retries: int = 0
 
-    def answer(self, parts: Sequence[Mapping[str, Any]]) -> str:
+    def answer(self, parts: Sequence[Mapping[str, object]]) -> str:
         """Its answer to texts and pictures, by its likeliest tokens.
 
         Args:
@@ -146,7 +147,7 @@ class HttpReward:
             self._server.check()
 
     def __call__(
-        self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row], *, ids: Sequence[str] = ()
+        self, prompts: Sequence[str], completions: Sequence[object], rows: Sequence[Row], *, ids: Sequence[str] = ()
     ) -> list[float | None]:
         """One score a sample, in order.
 
@@ -159,7 +160,7 @@ class HttpReward:
         with ThreadPoolExecutor(self._concurrency) as pool:
             return list(chain.from_iterable(pool.map(self._score, parts)))
 
-    def _score(self, samples: list[dict[str, Any]]) -> list[float | None]:
+    def _score(self, samples: list[JsonObject]) -> list[float | None]:
         def read(answer: Any) -> list[float | None]:
             scores = answer["scores"]
             if not isinstance(scores, list) or len(scores) != len(samples):
@@ -179,7 +180,7 @@ class HttpReward:
             raise
 
 
-def _request_sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]:
+def _request_sample(name: str, prompt: str, completion: object, row: Row) -> JsonObject:
     text, media = None, []
     if isinstance(completion, str):
         text = completion

@@ -11,7 +11,7 @@ from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
 
 @reward_register.register("jpeg_size")
 def jpeg_size(
-    prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row], *, quality: int = 95, sign: int = -1
+    prompts: Sequence[str], completions: Sequence[object], rows: Sequence[Row], *, quality: int = 95, sign: int = -1
 ) -> list[float]:
     """±kilobytes of the picture as JPEG, of a clip its frames on average: −1 rewards what compresses well, 1 what does
     not (DDPO, arXiv:2305.13301, section 5.1)."""
@@ -32,17 +32,17 @@ class ClipFrames(list[Any]):
         fps: Frames a second.
     """
 
-    def __init__(self, frames: Iterable[Any], fps: float) -> None:
+    def __init__(self, frames: Iterable[object], fps: float) -> None:
         super().__init__(frames)
         self.fps = fps
 
 
-def rate_of(completion: Any) -> float | None:
+def rate_of(completion: object) -> float | None:
     """Frames a second of a clip; None where it does not say."""
     return completion.fps if isinstance(completion, ClipFrames) else None
 
 
-def frames_of(completion: Any, most: int | None = None) -> list[Any]:
+def frames_of(completion: object, most: int | None = None) -> list[Any]:
     """A picture alone, or frames of a clip: at most so many, the middles of equal parts."""
     if not isinstance(completion, list | tuple):
         return [completion]

@@ -198,7 +198,9 @@ def told_under(key: str) -> AbstractContextManager[None]:
     return told_as(change)
 
 
-def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | None = None, *, key: str = KEY) -> Reward:
+def build_reward(
+    name: str, weight: float = 1.0, options: Mapping[str, object] | None = None, *, key: str = KEY
+) -> Reward:
     """The reward of this name.
 
     Args:
@@ -244,7 +246,7 @@ def takes_setting(name: str, setting: str) -> bool:
     return setting in _keywords(reward_register.get(name))
 
 
-def _check_options(name: str, made: Callable[..., object], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, made: Callable[..., object], options: Mapping[str, object]) -> None:
     signature, given = inspect.signature(made), dict(options)
     judged: tuple[None, ...] = ()
     if not inspect.isclass(made):  # a function gets what is judged in the same call

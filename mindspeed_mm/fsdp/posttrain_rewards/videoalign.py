@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
 from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import DIMENSIONS, VideoQuestions, frame_numbers
@@ -105,7 +105,7 @@ class VideoScorer:
         for number, (video, caption) in enumerate(zip(videos, captions, strict=True), first + 1):
             samples.append(self._questions.encode(video, caption, RowLocation("video", number)))
         inputs = self._inputs(self._questions.joined(samples, CollateParam()))
-        on_device: dict[str, Any] = {}
+        on_device: JsonObject = {}
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 value = value.to(self._device, self._dtype if value.is_floating_point() else None)
@@ -173,7 +173,7 @@ class VideoAlignReward(VideoScorer):
             what, way_out = f"'{unknown[0]}' is not one of {', '.join(DIMENSIONS)}", "Correct the name."
             raise ConfigError(what, key=f"{_SETTINGS}.weights", way_out=way_out)
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[object], rows: Sequence[Row]) -> list[float]:
         """One score a clip, in order.
 
         Raises:
@@ -184,7 +184,7 @@ class VideoAlignReward(VideoScorer):
         found = self.scores(clips, prompts)
         return [sum(weight * row[name] for name, weight in self._weights.items()) for row in found]
 
-    def _seen(self, completion: Any) -> list[bytes]:
+    def _seen(self, completion: object) -> list[bytes]:
         """The frames that the model looks at, as PNG, which loses nothing."""
         if not isinstance(completion, list | tuple):
             way_out = "It judges clips alone: take pickscore or hps_v2 for pictures."
@@ -207,7 +207,7 @@ def _as_png(picture: Any) -> bytes:
     return stream.getvalue()
 
 
-def _means_and_deviations(given: Any, where: str) -> dict[str, tuple[float, float]]:
+def _means_and_deviations(given: object, where: str) -> dict[str, tuple[float, float]]:
     """Dimension → mean and deviation."""
     key, way_out = f"{_SETTINGS}.norm_param", "Set norm: false, or norm_param with VQ_mean, VQ_std and so on."
     if not isinstance(given, Mapping):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.outbound import OutboundError, key_header
 from mindspeed_mm.fsdp.posttrain_rewards.http import (
     AskedModel,
@@ -66,7 +66,9 @@ class VlmJudge:
         if not self._skips:
             self._server.check()
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[object], rows: Sequence[Row]
+    ) -> list[float | None]:
         """One score a sample, in order.
 
         Raises:
@@ -75,7 +77,7 @@ class VlmJudge:
         with ThreadPoolExecutor(self._concurrency) as pool:
             return list(pool.map(self._score, prompts, completions))
 
-    def _score(self, prompt: str, completion: Any) -> float | None:
+    def _score(self, prompt: str, completion: object) -> float | None:
         words = self._instruction.replace("{prompt}", prompt).replace("{most}", f"{self._most:g}")
         shown = [{"type": "text", "text": words}, *self._shown(completion)]
         try:
@@ -88,7 +90,7 @@ class VlmJudge:
         value = float(number[0]) / self._most if number else None
         return value if value is not None and value <= 1 else None
 
-    def _shown(self, completion: Any) -> list[Mapping[str, Any]]:
+    def _shown(self, completion: object) -> list[JsonMapping]:
         if isinstance(completion, str):
             return [{"type": "text", "text": completion}]
         frames = frames_of(completion, self._frames)

@@ -185,7 +185,7 @@ def _generator_family(arguments: Arguments, adapter: Any, device: torch.device) 
     return GeneratorFamily(arguments, adapter, device)
 
 
-def _unified_family(arguments: Arguments, _adapter: Any, device: torch.device) -> Family:
+def _unified_family(arguments: Arguments, _adapter: object, device: torch.device) -> Family:
     from mindspeed_mm.fsdp.train.unified_family import UnifiedFamily
 
     return UnifiedFamily(arguments, device)

@@ -136,7 +136,7 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
     return DanceFlags(options, tuple(overrides), tuple(notes))
 
 
-def configuration(options: argparse.Namespace) -> dict[str, Any]:
+def configuration(options: argparse.Namespace) -> JsonObject:
     """The YAML's content.
 
     Raises:

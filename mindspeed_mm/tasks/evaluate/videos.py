@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.posttrain_rewards.videoalign import VideoScorer
 
@@ -96,7 +96,7 @@ def _columns(scores: Mapping[str, float], suffix: str = "") -> dict[str, float]:
     return {f"reward_{name}{suffix}": value for name, value in scores.items()}
 
 
-def _paired(rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+def _paired(rows: Iterable[JsonMapping], scores: Mapping[str, Mapping[str, float]]) -> list[JsonObject]:
     """The rows of pairs with the scores of both sides."""
     found = []
     for row in rows:
@@ -107,9 +107,7 @@ def _paired(rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str,
     return found
 
 
-def _agreement_of(
-    rows: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str, float]], name: str
-) -> Accuracies:
+def _agreement_of(rows: Iterable[JsonMapping], scores: Mapping[str, Mapping[str, float]], name: str) -> Accuracies:
     choices, differences = [], []
     for row in rows:
         if (choice := _CHOICES.get(row.get(name))) is not None:  # type: ignore[arg-type]
@@ -119,7 +117,7 @@ def _agreement_of(
     return agreement(choices, differences)
 
 
-def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def _as_csv(rows: Sequence[JsonMapping]) -> str:
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]) if rows else [])
     writer.writeheader()

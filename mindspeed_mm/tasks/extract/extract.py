@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed_mm.core.cores import usable_cores
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind, kind_of_folder
 from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import BagelDataset
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
@@ -172,7 +173,7 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> Sets:
 
 def _rows(config: ResolvedConfig, basic: BasicParameters) -> BasicParameters:
     """Raw rows. Bad ones are skipped and listed, up to a tenth, unless the configuration says otherwise."""
-    update: dict[str, Any] = {"features_dir": None, "val_features_dir": None}
+    update: JsonObject = {"features_dir": None, "val_features_dir": None}
     for name, default in (("on_bad_sample", "skip"), ("max_bad_fraction", MAX_BAD_FRACTION)):
         if not _is_set(config, f"{_BASIC}.{name}"):
             update[name] = default

@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, ModelFolderError, StoppedAfterSave
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.build import build_mm_dataset
@@ -97,7 +97,7 @@ class PictureExtraction:
         self._ranks, self._options, self._stop = ranks, options, stop
         self._progress = WorkProgress("pictures", stream, rank=ranks.rank, world_size=ranks.world_size)
         config = read_json_object(model_folder / "config.json", ModelFolderError)
-        self._latents: dict[str, Any] = FLUX_LATENTS | (config.get("vae_config") or {})
+        self._latents: JsonObject = FLUX_LATENTS | (config.get("vae_config") or {})
         self._architecture = str((config.get("architectures") or [config.get("model_type")])[0])
         self._dataset: Any = build_mm_dataset(param)[0].origin
         self._bad = BadRows(param.basic_parameters, {}, len(self._dataset))

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.provider.entry_flags import entry_flags
@@ -136,13 +136,13 @@ def size_of(height: int, width: int) -> tuple[int, int]:
     return min(sizes, key=lambda size: abs(round(size[0] / size[1], 2) - height / width))
 
 
-def configuration(options: argparse.Namespace) -> dict[str, Any]:
+def configuration(options: argparse.Namespace) -> JsonObject:
     """The YAML's content: what the flags say, and what the script does without being told."""
     height, width = size_of(*options.resolution)
     sizes = {"height": height, "width": width, "flip": options.random_flip}
     sizes |= {} if options.center_crop else {"crop": "random"}
     # diffusers' functions index times that run down: less noise where the paper has more.
-    diffusion: dict[str, Any] = {"logit_mean": -options.logit_mean, "logit_std": options.logit_std}
+    diffusion: JsonObject = {"logit_mean": -options.logit_mean, "logit_std": options.logit_std}
     diffusion |= {"mode_scale": options.mode_scale, **WEIGHTINGS[options.weighting_scheme]}
     warmup = 0 if options.lr_scheduler == "constant" else options.lr_warmup_steps
     seed = {} if options.seed is None else {"seed": options.seed}

@@ -4,12 +4,12 @@ of the student's transformer, under a key that diffusers passes over, so that wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.argument import PosttrainArguments, TrainingArguments
@@ -34,7 +34,7 @@ class FewSteps:
     """Noise of finished blocks, in thousandths."""
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], where: str) -> FewSteps | None:
+    def of_config(cls, config: JsonMapping, where: str) -> FewSteps | None:
         """What a transformer's configuration says; None: it is no student.
 
         Raises:
@@ -64,7 +64,7 @@ class FewSteps:
         shift = diffusion.shift if dmd.timestep_shift is None else dmd.timestep_shift
         return cls(dmd.denoising_step_list, shift, diffusion.guidance, dmd.num_frame_per_block, dmd.context_noise)
 
-    def as_config(self) -> dict[str, Any]:
+    def as_config(self) -> JsonObject:
         """The entry of a transformer's configuration that says this."""
         return {FEW_STEPS: asdict(self)}
 

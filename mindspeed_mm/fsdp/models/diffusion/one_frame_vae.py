@@ -67,7 +67,7 @@ class OneFrameVAE(nn.Module):
         return AutoencoderKLQwenImage.load_config(folder)
 
     @classmethod
-    def from_config(cls, config: Any) -> OneFrameVAE:
+    def from_config(cls, config: object) -> OneFrameVAE:
         """With random weights, of the sizes that a configuration has."""
         return cls(AutoencoderKLQwenImage.from_config(config))
 

@@ -155,7 +155,7 @@ class FluxAdapter(DiffusionAdapter):
         """Fill's pipeline has no other guidance."""
         return self.task == "fill" or super().takes_guidance
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """Kontext's pipeline would choose sizes of its own."""
         given = super().pipeline_media(media, sampling)
         if self.task == "edit":

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
@@ -95,7 +96,7 @@ class Flux2Adapter(DiffusionAdapter):
     )
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: JsonMapping) -> type[DiffusionAdapter]:
         """dev has a pipeline of its own."""
         return Flux2DevAdapter if index.get("_class_name") == "Flux2Pipeline" else cls
 

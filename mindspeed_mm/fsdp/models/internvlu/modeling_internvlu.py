@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.joint_positions import latent_positions
 from mindspeed_mm.fsdp.models.internvlu.configuration_internvlu import InternVLUConfig
 from mindspeed_mm.fsdp.models.internvlu.picture_head import PictureTransformer
@@ -243,9 +244,9 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
         position_ids: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any,
+        past_key_values: object,
         use_cache: bool | None,
-        others: dict[str, Any],
+        others: JsonObject,
     ) -> Any:
         """The language model's output with the states of all layers. Arguments as of `forward`."""
         embeds = self.embed(input_ids)

@@ -29,6 +29,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 )
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 
 CHUNK, BLOCK = 64, 16
@@ -240,7 +241,7 @@ class KimiK3DeltaAttention(KimiLinearDeltaAttention):  # type: ignore[misc]
         parts = self._convolved(torch.cat(mixed, dim=-1).transpose(1, 2), cache_params).split(self.qkv_dim, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
-        asked: dict[str, Any] = {
+        asked: JsonObject = {
             "g": self.forget_gate(hidden_states),
             "beta": torch.sigmoid(self.b_proj(hidden_states).float()),
             "initial_state": state,

@@ -33,6 +33,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from mindspeed_mm.fsdp.models.kimi_k3.delta_attention import KimiK3DeltaAttention
 from mindspeed_mm.fsdp.models.kimi_k3.processing_kimi_k3 import KimiK3ImageProcessor, KimiK3Processor
@@ -275,7 +276,7 @@ class KimiK3TextModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
     config_class = KimiK3TextConfig
     _no_split_modules: ClassVar[list[str]] = ["KimiK3DecoderLayer"]
     _supports_attention_backend = True
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _can_record_outputs: ClassVar[JsonObject] = {
         "router_logits": OutputRecorder(KimiLinearTopkRouter, index=0),
         "hidden_states": KimiK3DecoderLayer,
         "attentions": KimiK3Attention,

@@ -117,7 +117,7 @@ class KimiK3ImageProcessor(Kimi_K25ImageProcessor):  # type: ignore[misc]
         kwargs: Of the class that it derives from; they win over the section.
     """
 
-    def __init__(self, *, media_proc_cfg: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, media_proc_cfg: Mapping[str, object] | None = None, **kwargs: Any) -> None:
         self.media_proc_cfg = dict(media_proc_cfg or {})
         given, own = self.media_proc_cfg, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "max_patches": 65536}
         if (side := given.get("patch_limit_on_one_side")) is not None:
@@ -169,7 +169,7 @@ class KimiK3Processor(ProcessorMixin):
         return cls(images, tokenizer, chat_template=own)
 
     @override
-    def _process_images(self, images: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    def _process_images(self, images: object, **kwargs: object) -> tuple[Any, list[str]]:
         """Patches of pictures, and what is written for each: its width and height, and a token a square of patches."""
         made = self.image_processor(images, **kwargs)
         written, merge = [], self.image_processor.merge_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class OnePerHead(ConversionOps):
 
     @override
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self, input_dict: Mapping[str, object], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         """Of one tensor; `config` is the model's."""
         (given,) = input_dict.values()

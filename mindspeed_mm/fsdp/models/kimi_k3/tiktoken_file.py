@@ -7,7 +7,6 @@ import base64
 import binascii
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 
 _FILE, _SETTINGS = "tiktoken.model", "tokenizer_config.json"
 _RESERVED = 256
@@ -52,14 +51,14 @@ class KimiK3Tokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
     out, thoughts stand in `<think>…</think>`, and words in nothing."""
 
     @override
-    def _decode(self, token_ids: Any, skip_special_tokens: bool | None = False, **kwargs: Any) -> str:
+    def _decode(self, token_ids: object, skip_special_tokens: bool | None = False, **kwargs: object) -> str:
         text: str = super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
         for markup, plain in _MARKUP.items() if skip_special_tokens else ():
             text = text.replace(markup, plain)
         return text
 
 
-def tiktoken_tokenizer(folder: Path, **options: Any) -> KimiK3Tokenizer:
+def tiktoken_tokenizer(folder: Path, **options: object) -> KimiK3Tokenizer:
     """The tokenizer of a folder with `tiktoken.model` and `tokenizer_config.json`.
 
     Args:
@@ -130,7 +129,7 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _reserved(named: Mapping[str, Any], number: int) -> AddedToken:
+def _reserved(named: JsonMapping, number: int) -> AddedToken:
     given = named.get(str(number)) or {}
     content = given.get("content", f"<|reserved_token_{number}|>")
     return AddedToken(content, normalized=False, special=bool(given.get("special", False)))

@@ -23,6 +23,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import (
 )
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.ming.configuration_ming import BailingMoeConfig
 
 IMAGE, VIDEO, AUDIO = 1, 2, 3
@@ -131,7 +132,7 @@ class BailingMoeModel(Qwen2_5_VLTextModel):
 
     config: BailingMoeConfig
     _no_split_modules: ClassVar[list[str]] = ["BailingMoeDecoderLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _can_record_outputs: ClassVar[JsonObject] = {
         "router_logits": OutputRecorder(ModalityRouter, index=0),
         "hidden_states": BailingMoeDecoderLayer,
         "attentions": Qwen2MoeAttention,

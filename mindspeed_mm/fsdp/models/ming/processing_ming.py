@@ -3,7 +3,7 @@ of FunASR, and the tokens that stand for them between marks. It reads the releas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import (
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 from mindspeed_mm.fsdp.utils.fun_asr_features import log_mel
 
 _FILE = "preprocessor_config.json"
@@ -71,8 +71,8 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
     def __init__(
         self,
         *,
-        whisper_frontend_args: Mapping[str, Any] | None = None,
-        wav_frontend_args: Mapping[str, Any] | None = None,
+        whisper_frontend_args: JsonMapping | None = None,
+        wav_frontend_args: JsonMapping | None = None,
         means: Sequence[float] | None = None,
         scales: Sequence[float] | None = None,
         most_frames: int | None = None,
@@ -82,7 +82,7 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
         self.means, self.scales, self.most_frames = means, scales, most_frames
         super().__init__(**{"feature_size": 1, "sampling_rate": 16000, "padding_value": 0.0} | kwargs)
 
-    def __call__(self, audio: Any, sampling_rate: int = 16000, **kwargs: Any) -> BatchFeature:
+    def __call__(self, audio: object, sampling_rate: int = 16000, **kwargs: object) -> BatchFeature:
         """Spectra (sounds, frames, features), filled up with zeros, and where each sound is.
 
         Args:
@@ -208,19 +208,19 @@ class BailingMMProcessor(ProcessorMixin):
         return ["input_ids", "attention_mask", "mm_token_type_ids", *seen, *heard]
 
     @override
-    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **kwargs: Any) -> str:
+    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **kwargs: object) -> str:
         return self._written("image", image_inputs["image_grid_thw"][image_idx])
 
     @override
-    def replace_video_token(self, video_inputs: dict[str, Any], video_idx: int, **kwargs: Any) -> str:
+    def replace_video_token(self, video_inputs: dict[str, Any], video_idx: int, **kwargs: object) -> str:
         return self._written("video", video_inputs["video_grid_thw"][video_idx])
 
     @override
-    def replace_audio_token(self, audio_inputs: dict[str, Any], audio_idx: int, **kwargs: Any) -> str:
+    def replace_audio_token(self, audio_inputs: dict[str, Any], audio_idx: int, **kwargs: object) -> str:
         frames = int(audio_inputs["input_features_mask"][audio_idx].sum())
         return f"<audio>{_PATCHES['audio'] * self.feature_extractor.tokens(frames)}</audio>"
 
-    def _written(self, kind: str, grid: Any) -> str:
+    def _written(self, kind: str, grid: object) -> str:
         tokens = int(np.prod(np.asarray(grid))) // self.image_processor.merge_size**2
         return f"<{kind}>{_PATCHES[kind] * tokens}</{kind}>\n"
 

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import nn
 from typing_extensions import override
 
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.ming.language_ming import IMAGE
 from mindspeed_mm.fsdp.models.ming.modeling_ming import BailingMMNativeForConditionalGeneration, tell_transformers
@@ -95,7 +96,7 @@ def condition(reader: MingReader, queries: MingQueries, connector: Any, read: di
     return F.normalize(queries.proj_out(made.last_hidden_state.to(queries.dtype))[0], dim=-1)
 
 
-def as_read(processor: Any, caption: str, picture: Any | None, longest: int) -> dict[str, torch.Tensor]:
+def as_read(processor: Any, caption: str, picture: object | None, longest: int) -> dict[str, torch.Tensor]:
     """What the processor makes of a caption, as a person's turn that an answer follows.
 
     Args:
@@ -107,7 +108,7 @@ def as_read(processor: Any, caption: str, picture: Any | None, longest: int) -> 
     tokens = processor.tokenizer(caption, add_special_tokens=False)["input_ids"]
     if len(tokens) > longest:
         caption = processor.tokenizer.decode(tokens[:longest])
-    content: list[dict[str, Any]] = [{"type": "image"}] if picture is not None else []
+    content: list[JsonObject] = [{"type": "image"}] if picture is not None else []
     turn = {"role": "user", "content": [*content, {"type": "text", "text": caption}]}
     text = processor.apply_chat_template([turn], chat_template=CHAT_TEMPLATE, add_generation_prompt=True)
     pictures = {} if picture is None else {"images": [picture]}
@@ -238,7 +239,7 @@ class MingDrawPipeline(DiffusionPipeline):  # type: ignore[misc]
         mode = self.vae.encode(pixels).latent_dist.mode()
         return (mode - self.vae.config.shift_factor) * self.vae.config.scaling_factor  # type: ignore[no-any-return]
 
-    def _drawn(self, shape: tuple[int, ...], generator: Any) -> torch.Tensor:
+    def _drawn(self, shape: tuple[int, ...], generator: object) -> torch.Tensor:
         from diffusers.utils.torch_utils import randn_tensor
 
         source = list(generator) if isinstance(generator, Sequence) else generator

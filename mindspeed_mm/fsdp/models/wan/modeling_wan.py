@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
@@ -132,7 +133,7 @@ class WanAdapter(DiffusionAdapter):
         return 1000.0 * float(self.index["boundary_ratio"])
 
     @classmethod
-    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+    def of_release(cls, index: JsonMapping) -> type[DiffusionAdapter]:
         """Wan2.2 5B takes a time for each token."""
         return WanTokenTimeAdapter if index.get("expand_timesteps") else cls
 
@@ -141,7 +142,7 @@ class WanAdapter(DiffusionAdapter):
         if (self.folder / GENERATOR_INDEX).is_file() and len(self.transformers) == 2:
             vars(self).update(self._of_two())
 
-    def _of_two(self) -> dict[str, Any]:
+    def _of_two(self) -> JsonObject:
         """What is said of one transformer, for two: patterns of both. They take rows apart, so that layers are not
         spread over ranks; nobody knows how many samples each will have."""
         blocks: list[str] = []
@@ -280,7 +281,7 @@ class WanAdapter(DiffusionAdapter):
             return arguments
         return arguments | {"num_frames": self._asked_frames(latents.shape[-3])}
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """v2v begins with the video, noised to `strength`, and draws the noise itself."""
         given = super().pipeline_media(media, sampling)
         if self.task == "v2v":

@@ -112,7 +112,7 @@ class WanVACEAdapter(WanAdapter):
             found[_REFERENCES] = output[0][:, :, :-frames]
         return found
 
-    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+    def pipeline_media(self, media: Mapping[str, object], sampling: SamplingArguments) -> dict[str, Any]:
         """With reference pictures there are frames more than the sample has: the pipeline draws the noise for all."""
         given = super().pipeline_media(media, sampling)
         if "reference_images" in given:

@@ -224,7 +224,7 @@ def with_vae(
     return replace(prediction, vae=held, resident=resident)
 
 
-def encoding(vae: Any, size: Sequence[int], dtype: torch.dtype) -> MemoryLedger:
+def encoding(vae: object, size: Sequence[int], dtype: torch.dtype) -> MemoryLedger:
     """The books of one picture's way through a VAE, without gradients.
 
     Args:

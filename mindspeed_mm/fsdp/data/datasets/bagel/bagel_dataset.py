@@ -115,7 +115,7 @@ class BagelDataset(MMDataset):
         self._seen_size, self._latent_size = size_rules(preprocess_param, self.folder)
         self._dropout = {kind: share_of(basic_param, *told) for kind, told in _DROPOUT.items()}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """What of it shapes samples, for a run that is resumed."""
         return {"dropout": self._dropout, "sizes": repr((self._seen_size, self._latent_size))}
 
@@ -241,13 +241,13 @@ class BagelDataset(MMDataset):
         row that does not fit."""
         return [part.content for part in self._parts_of(index, None) if part.kind in ("given", "drawn")]
 
-    def latent_picture(self, source: Any) -> tuple[bytes, tuple[int, int]]:
+    def latent_picture(self, source: object) -> tuple[bytes, tuple[int, int]]:
         """The bytes of such a picture, and the height and width that it is brought to. Raises `DataError` as `media`
         does."""
         header: Any = self.media.probe("image", source)
         return self.media.read(source)[0], self._latent_size(header.height, header.width)
 
-    def latent_pixels(self, source: Any) -> torch.Tensor:
+    def latent_pixels(self, source: object) -> torch.Tensor:
         """(3, H, W) uint8 of such a picture, in that size."""
         picture = self.media.load_image(source)
         return resized(picture, self._latent_size(picture.height, picture.width))

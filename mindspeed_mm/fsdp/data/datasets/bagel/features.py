@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.datasets.generation.rows import media_digest
 from mindspeed_mm.fsdp.data.feature_store.description import check_components, measure_files
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
@@ -81,6 +81,6 @@ class PictureFeatures:
                 key=FEATURES_KEY,
                 way_out="Run mm extract again: it adds what is missing. Or leave features_dir out.",
             )
-        found: dict[str, Any] = self._store.read(number, 0)
+        found: JsonObject = self._store.read(number, 0)
         posterior: torch.Tensor = found["latents"]
         return posterior

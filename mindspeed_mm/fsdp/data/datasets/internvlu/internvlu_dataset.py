@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, SEEN
 from mindspeed_mm.core.errors import ConfigError, DataError, told_as
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     REPAIR,
@@ -77,7 +77,7 @@ class InternVLUDataset(BagelDataset):
             )
 
     @override
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         return {"dropout": self._shares, "sizes": repr((self._sizes, self._size))}
 
     @override
@@ -237,7 +237,7 @@ def generation_size(preprocess: PreprocessParameters, sizes: ReadingSizes) -> Ge
     Raises:
         ConfigError: A size is none.
     """
-    told: Mapping[str, Any] = sizes.processor.get("image_gen_processor_kwargs") or {}
+    told: JsonMapping = sizes.processor.get("image_gen_processor_kwargs") or {}
     published = {
         "vae_min_pixels": told.get("min_dynamic_patch", 4096) * _PATCH**2,
         "vae_max_pixels": told.get("max_dynamic_patch", 16384) * _PATCH**2,

@@ -6,7 +6,7 @@ and of the answer up to that token. What guidance leaves out is a question of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, read_json_object
 
 Task = Literal["answer", "draw", "edit"]
 Left = Literal["", "text", "all"]
@@ -52,7 +52,7 @@ class ReadingSizes:
     """`video_position_scale_factor`."""
     seen_scale: float
     """`vlm_cond_position_scale_factor`."""
-    processor: Mapping[str, Any]
+    processor: JsonMapping
     """`processor_config`."""
 
     @classmethod
@@ -87,7 +87,7 @@ class ReadingSizes:
         return cls(pixels, int(pixels // patch * ratio), square * latent, float(scale), float(seen_scale), told)
 
 
-def _side(size: Any) -> Any:
+def _side(size: object) -> Any:
     """Of squares, which transformers writes as two equal sides."""
     return size[0] if isinstance(size, list) and size else size
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.media import located
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
@@ -92,9 +93,9 @@ class RewardVideoDataset(MMDataset):
     def place(self, index: int) -> RowLocation:
         return self._rows.place(self._numbers[index])  # type: ignore[no-any-return]
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """The row of pair `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(self._numbers[index])
+        found: JsonObject = self._rows.row(self._numbers[index])
         return found
 
     def measure(self, index: int) -> SampleSize:
@@ -107,7 +108,7 @@ class RewardVideoDataset(MMDataset):
         """Questions about videos A, and behind them those about videos B, padded to the right."""
         return _PairsOfVideos(self.questions, collate_param)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes the questions."""
         files = self._rows.facts()
         settings = self.questions.settings() | {
@@ -158,7 +159,7 @@ class _PairsOfVideos:
     def __init__(self, questions: VideoQuestions, collate_param: CollateParam) -> None:
         self._questions, self._collate_param = questions, collate_param
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def __call__(self, samples: Sequence[JsonMapping]) -> Batch:
         """Rows n and P + n are of pair n, whose `preferences` are (P, 3) int64."""
         sides = [sample[side] for side in SIDES for sample in samples]
         batch = self._questions.joined(sides, self._collate_param)

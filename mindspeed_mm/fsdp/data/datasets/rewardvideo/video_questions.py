@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import GenericCollator
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, build_tokens
@@ -98,7 +98,7 @@ class VideoQuestions:
         root: Path,
         roots: Sequence[str | Path] = (),
     ) -> None:
-        asked: dict[str, Any] = {name: value for name, value in _ASKED.items() if preprocess[name] is None}
+        asked: JsonObject = {name: value for name, value in _ASKED.items() if preprocess[name] is None}
         asked["add_special_tokens"] = tuple(dict.fromkeys((*preprocess.add_special_tokens, *MARKS)))
         self.preprocess, self._longest = preprocess.model_copy(update=asked), basic.cutoff_len
         self.processor = view_processor(folder, self.preprocess)
@@ -155,7 +155,7 @@ class VideoQuestions:
         batch = GenericCollator(self.processor, self.plugin, collate_param)(samples)
         return batch | {"reward_places": batch["reward_places"].view(len(samples), -1)}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return what shapes the questions, for the fingerprint of a data set."""
         shaping = {"video_fps", "video_max_pixels", "video_min_pixels", "use_fast_tokenizer"}
         return self.preprocess.model_dump(mode="json", include=shaping) | {"template": self.template.source}
@@ -186,7 +186,7 @@ class VideoQuestions:
 def _check_rows(marks: Sequence[int], folder: Path) -> None:
     """Raise `ConfigError` where a folder's embedding has no rows for the marks."""
     path = folder / "config.json"
-    config: Mapping[str, Any] = read_json_object(path, ModelFolderError)
+    config: JsonMapping = read_json_object(path, ModelFolderError)
     rows = (config.get("text_config") or config).get("vocab_size", config.get("vocab_size"))
     if isinstance(rows, int) and max(marks) >= rows:
         raise ConfigError(
