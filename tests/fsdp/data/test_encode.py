@@ -107,11 +107,12 @@ def test_image_tokens_of_the_models_own_turn_are_not_trained(build: Build, proce
         (LONG | {"messages": [m | {"train": False} for m in LONG["messages"]]}, {}, "no trainable token"),
         (conversation(), {"chat_template": "injecting.jinja"}, "2 image tokens for 0 images"),
         (conversation(images=["a.png"]), {"chat_template": "no_image.jinja"}, "0 image tokens for 1 images"),
+        (conversation(images=["a.png"]), {"chat_template": "no_image.jinja"}, "one image token (<|image_pad|>)"),
         (conversation("hi"), {"chat_template": "answer_only.jinja"}, "every token would be trained"),
         (conversation(images=["none.png"]), {}, "'none.png' not found"),
         (conversation(images=["../a.png"]), {}, "outside the media roots"),
     ],
-    ids=["all masked", "injected", "image dropped", "nothing masked", "missing", "outside"],
+    ids=["all masked", "injected", "image dropped", "token named", "nothing masked", "missing", "outside"],
 )
 def test_a_bad_sample_names_its_row(
     build: Build, tmp_path: Path, row: dict[str, Any], basic: dict[str, Any], message: str

@@ -243,6 +243,29 @@ def test_models_that_mix_documents_are_refused(config: Any, model: str, words: s
         apply_packed_rows(made)
 
 
+def test_a_model_that_does_not_name_its_text_model_is_told_so() -> None:
+    class Sketch(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.LlamaConfig
+
+        def __init__(self, config: transformers.LlamaConfig) -> None:
+            super().__init__(config)
+            self.text = transformers.LlamaModel(config)
+
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            return self.text(input_ids, **kwargs)
+
+    class Named(Sketch):
+        def get_decoder(self) -> torch.nn.Module:
+            return self.text
+
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(ConfigError, match=r"or `get_decoder\(\)` does not name its text model"):
+        apply_packed_rows(Sketch(config))
+    apply_packed_rows(Named(config))
+
+
 def test_a_model_of_a_plugin_must_take_the_borders() -> None:
     class Plain(torch.nn.Module):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,8 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
         yield "the model is an encoder-decoder, which encodes every sample by itself"
         return
     if not _calls_attention_interface(model):
-        yield "the model's attention is not behind transformers' interface"
+        unnamed = ", or `get_decoder()` does not name its text model" if decoder_of(model) is model else ""
+        yield f"the model's attention is not behind transformers' interface{unnamed}"
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
         yield "the model's layers carry a state over tokens, and it is not known how to reset it between documents"
     kept_apart = _KEPT_APART if has_mixers else _KEPT_APART - {"linear_attention"}

@@ -104,10 +104,12 @@ class MediaPlaces:
         for kind, items in waiting.items():
             count = sum(match.lastgroup == kind for match in found)
             if count != len(items):
+                token = self._placeholders[kind].text
                 raise DataError(
                     f"the rendered text has {count} {kind} tokens for {len(items)} {kind}s: "
                     f"{without_marks(text)[:2000]!r}",
-                    way_out=f"The chat template must write one {kind} token for each {kind}, and no text may hold one.",
+                    way_out=f"The chat template must write one {kind} token ({token}) for each {kind}, and no text may "
+                    "hold one.",
                 )
         pieces, places, shifts, position, grown = [], [], [], 0, 0
         queues = {kind: iter(items) for kind, items in waiting.items()}
