@@ -5,8 +5,8 @@
 set -euo pipefail
 SOURCE="${1:?the released folder, or an exported one}" TARGET="${2:?the folder to write}"
 
-COMMAND=source_to_hf
 if [ -f "$SOURCE/model_index.json" ]; then
-  COMMAND=hf_to_source
+  mm-convert MingConverter hf_to_source --cfg.source_path "$SOURCE" --cfg.target_path "$TARGET"
+else
+  mm-convert MingConverter source_to_hf --cfg.source_path "$SOURCE" --cfg.target_path "$TARGET"
 fi
-mm-convert MingConverter "$COMMAND" --cfg.source_path "$SOURCE" --cfg.target_path "$TARGET"

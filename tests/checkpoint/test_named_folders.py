@@ -20,7 +20,7 @@ CASES = [
     for subcommand in mm_convert._converter(name).subcommands()
 ]  # fmt: skip
 OUTPUTS = {"target_path", "target_dir", "save_dir", "save_hf_dir", "save_merged_hf_dir"}
-TAKES_FILES = {"source_path", "lora_path", "lora_dir"}
+TAKES_FILES = {"source_path", "lora_path", "lora_dir", "pt_path"}
 """Inputs that may be a file."""
 WRITTEN = {"hf_to_mm": "mm_dir", "lora_hf_to_mm": "mm_dir", "hf_to_mm_ldt": "mm_dir"}
 WRITTEN |= {"hf_to_dcp": "dcp_dir", "lora_hf_to_dcp": "dcp_dir"}

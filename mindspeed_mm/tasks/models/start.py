@@ -85,12 +85,13 @@ def _examples() -> Mapping[str, tuple[str, bool]]:
         return found
     for path in sorted((ROOT / "examples").glob("*/*_config*.yaml")):
         text = path.read_text(encoding="utf-8")
-        folder = re.search(r"^ +model_name_or_path: (\S+)", text, re.MULTILINE)
+        folders = re.findall(r"^ +model_name_or_path: (\S+)", text, re.MULTILINE)
         identity = re.search(r"^ +model_id: (\w+)", text, re.MULTILINE)
-        if folder is None:
+        if not folders:
             continue
-        is_released = folder[1].startswith("models/")
-        card = _family_of(folder[1].rpartition("/")[2] if is_released else "", identity[1] if identity else "")
+        released = [folder for folder in folders if folder.startswith("models/")]  # or of the teacher
+        is_released = bool(released)
+        card = _family_of(released[0].rpartition("/")[2] if released else "", identity[1] if identity else "")
         if card is not None:
             found[str(path.relative_to(ROOT))] = (card.name, is_released)
     return found

@@ -102,7 +102,7 @@ def test_earlier_turns_are_shown_as_training_shows_them(run: Path, tmp_path: Pat
     assert said.code == 0, said.err
     sizes = load_config(run).arguments.data.dataset_param.preprocess_parameters
     with torch.inference_mode():
-        sampler = load_unified(run.parent / "model", *size_rules(sizes, run.parent / "model"), torch.device("cpu"))
+        sampler = load_unified(run.parent / "model", sizes, torch.device("cpu"))
         context = sampler.start()
         sampler.add_text(context, "Draw.")
         sampler.add_picture(context, Image.open(data.parent / "0.png").convert("RGB"), given=True)
