@@ -153,6 +153,16 @@ def test_levels_are_drawn_anew_in_each_epoch_and_by_the_seed(wan: Path, tmp_path
     assert not torch.equal(first, regression(wan, folder, seed=6).prepare(batch)["_time"])
 
 
+def test_a_first_frame_tells_raw_samples_apart() -> None:
+    """What a clip goes on from counts, its own pixels do not; a text alone keeps its name."""
+    frame = torch.zeros(1, 3, 1, 4, 4, dtype=torch.uint8)
+    batch: dict[str, Any] = {"sample_ids": ["a"], "captions": ["a box"], "pixels": frame}
+    told = batch | {"pixels_first_frame": frame}
+    others = [batch, told, told | {"pixels_first_frame": frame + 1}, batch | {"captions": ["a ball"]}]
+    assert len({*itertools.chain.from_iterable(map(identities, others))}) == 4
+    assert identities(told) == identities(told | {"pixels": frame + 1})
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 WORDS = ("posttrain.dmd.objective=ode_regression", "posttrain.dmd.num_inference_steps=3")

@@ -190,17 +190,23 @@ def _facts_of(model: ModelArguments, training: TrainingArguments, posttrain: Pos
 
 
 def identities(batch: Batch) -> list[str]:
-    """What tells the samples of a batch apart, with their captions: of features the numbers, without zeros behind."""
+    """What tells the samples of a batch apart, with their captions and what else they go on from: of features the
+    numbers, without zeros behind; of raw rows the text, and the pixels beside the sample's own."""
     captions: Sequence[str] | None = batch.get("captions")
+    if captions is None:
+        told = sorted(key for key in batch if key != LATENTS)
+    else:
+        told = sorted(key for key in batch if key.startswith("pixels") and key != "pixels")
     found = []
     for row, sample in enumerate(batch["sample_ids"]):
         digest = hashlib.sha256(repr(str(sample)).encode())
         if captions is not None:
             digest.update(captions[row].encode())
-        for key in sorted(batch) if captions is None else ():
+        for key in told:
             value = batch[key]
-            if isinstance(value, torch.Tensor) and key != LATENTS:
-                digest.update(value[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes().rstrip(b"\0"))
+            if isinstance(value, torch.Tensor):
+                numbers = value[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+                digest.update(numbers.rstrip(b"\0") if captions is None else numbers)
         found.append(digest.hexdigest()[:32])
     return found
 
