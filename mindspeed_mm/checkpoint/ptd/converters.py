@@ -42,7 +42,8 @@ from mindspeed_mm.checkpoint.ptd.division import check_facts
 from mindspeed_mm.checkpoint.ptd.trained import divide_trained
 from mindspeed_mm.checkpoint.ptd.videoalign import ReleasedFiles, is_reward_model, released_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import CheckpointError, UsageError
+from mindspeed_mm.core.suggest import where_else
 from mindspeed_mm.core.terminal import say
 
 
@@ -246,6 +247,8 @@ class VideoAlignConverter(_Megatron):
 
 
 def _released(hf_dir: Path, pt_path: Path | None, facts: RewardModelConfig) -> ReleasedFiles:
+    if pt_path is not None and not pt_path.exists():
+        raise CheckpointError("does not exist", where=str(pt_path), key="--cfg.pt_path", way_out=where_else(pt_path))
     return ReleasedFiles(hf_dir, pt_path, facts.model_prefix, facts.resize_vocab_size)
 
 

@@ -14,7 +14,6 @@ from PIL import Image
 
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.unified import Drawing, Words, load_unified
