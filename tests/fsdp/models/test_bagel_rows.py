@@ -14,7 +14,6 @@ from PIL import Image
 
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import size_rules
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.unified import Drawing, Words, load_unified
@@ -102,7 +101,7 @@ def test_earlier_turns_are_shown_as_training_shows_them(run: Path, tmp_path: Pat
     assert said.code == 0, said.err
     sizes = load_config(run).arguments.data.dataset_param.preprocess_parameters
     with torch.inference_mode():
-        sampler = load_unified(run.parent / "model", *size_rules(sizes, run.parent / "model"), torch.device("cpu"))
+        sampler = load_unified(run.parent / "model", sizes, torch.device("cpu"))
         context = sampler.start()
         sampler.add_text(context, "Draw.")
         sampler.add_picture(context, Image.open(data.parent / "0.png").convert("RGB"), given=True)
