@@ -11,6 +11,7 @@ level is above 0.93, else 1. Steps are those of DPM-Solver++ on the flow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.datasets.internvlu.internvlu_dataset import generation_size, opened, read_states
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.datasets.internvlu.internvlu_dataset import (
+    generation_size,
+    opened,
+    read_states,
+    taken_apart,
+)
 from mindspeed_mm.fsdp.data.datasets.internvlu.turns import (
     LEFT,
     ReadingSizes,
@@ -44,7 +51,12 @@ class PictureQuestion:
     """What is asked, so far."""
 
     pictures: list[Image.Image] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str | None] = field(default_factory=list)
+    """Texts of the question, and None for each picture."""
+    system: str | None = None
+    """Its own system prompt; None: that of the task."""
+    earlier: list[tuple[list[str | None], str]] = field(default_factory=list)
+    """Questions and answers in front of it."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +100,47 @@ class InternVLUSampler:
         return PictureQuestion()
 
     def add_picture(self, context: PictureQuestion, picture: Image.Image, *, given: bool) -> tuple[int, int]:
-        """Go on with a picture, in front of the words. Returns its height and width as one that has latents."""
+        """Go on with a picture. Returns its height and width as one that has latents."""
         context.pictures.append(picture)
+        context.pieces.append(None)
         return self._size(picture.height, picture.width)
 
     def add_text(self, context: PictureQuestion, text: str) -> None:
         """Go on with the words."""
-        context.text += text
+        context.pieces.append(text)
+
+    def read_row(
+        self, sample: Sample, load: Callable[[Any], Image.Image]
+    ) -> tuple[PictureQuestion, tuple[int, int] | None]:
+        """What a row asks, as training shows it, and the size of its last picture as one that has latents.
+
+        Args:
+            sample: The row with an answer, whose words do not matter.
+            load: Opens a picture of the row.
+
+        Raises:
+            DataError: Training refuses such rows, too.
+        """
+        told = taken_apart(sample, sample.place)
+        context, turns = PictureQuestion(system=told.system), [pieces for _, pieces, _ in told.turns[:-1]]
+        if [role for role, _, _ in told.turns] != ["user", "assistant"] * (len(told.turns) // 2):
+            way_out = "Let questions and answers take turns, a question first."
+            raise DataError("does not ask and answer in turns", key="messages", way_out=way_out)
+        for pieces, said in zip(turns[:-1:2], turns[1::2], strict=True):
+            context.earlier.append((pieces, "".join(filter(None, said))))
+        context.pieces, context.pictures = turns[-1], [load(source) for source in told.pictures]
+        last = context.pictures[-1] if context.pictures else None
+        return context, None if last is None else self._size(last.height, last.width)
 
     def answer(self, context: PictureQuestion, words: Words) -> tuple[str, bool]:
         """What the model says, and whether it came to an end."""
         from transformers import DynamicCache
 
-        row = self._turns.begin("answer")
-        self._turns.question(row, [*[None] * len(context.pictures), context.text], is_read=False)
+        row = self._turns.begin("answer", context.system)
+        for pieces, said_before in context.earlier:
+            self._turns.question(row, pieces, is_read=False)
+            self._turns.answer(row, said_before, 0.0)
+        self._turns.question(row, context.pieces, is_read=False)
         draw = torch.Generator().manual_seed(words.seed % 2**63)
         cache, said = DynamicCache(config=self._model.config.llm_config), list[int]()
         inputs = self._inputs(row, context.pictures)
@@ -148,12 +187,12 @@ class InternVLUSampler:
         blank = torch.zeros(3, *size, dtype=torch.uint8)
         prompts = []
         for left in LEFT:
-            row = self._turns.begin("edit" if context.pictures else "draw")
+            row = self._turns.begin("edit" if context.pictures else "draw", context.system)
             seen = len(context.pictures)
             if left:
                 seen = self._turns.left_out(row, left, seen)
             else:
-                self._turns.question(row, [*[None] * seen, context.text], is_read=True)
+                self._turns.question(row, context.pieces, is_read=True)
             self._turns.drawn(row, "", 0.0)
             states = self._model.read_states(**self._inputs(row, context.pictures[:seen]))
             told = read_states(row, [*pixels[:seen], blank], self._sizes)

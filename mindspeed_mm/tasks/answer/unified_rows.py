@@ -7,22 +7,25 @@ the parts of the row in front of its answer. Pictures lie in a folder beside the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
-from mindspeed_mm.core.errors import DataError, Problem, UsageError
+from mindspeed_mm.core.errors import DataError, Problem, UsageError, told_as
 from mindspeed_mm.core.file_writing import any_of, check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
+from mindspeed_mm.fsdp.data.datasets.bagel.bagel_dataset import at_row
 from mindspeed_mm.fsdp.data.datasets.bagel.parts import RowPart, parts_of_sample
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import SHOWN_PROBLEMS, Question, read_questions
-from mindspeed_mm.fsdp.sampling.unified import Context, UnifiedSampler
 from mindspeed_mm.fsdp.utils.media_files import image_bytes
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.answer.answering import AnswerFile
@@ -80,7 +83,7 @@ def run(request: InferRequest) -> InferOutcome:
 
 def _answer(
     request: InferRequest,
-    sampler: UnifiedSampler,
+    sampler: Any,
     question: Question,
     media: MediaLoader,
     answers: AnswerFile,
@@ -100,8 +103,11 @@ def _answer(
     answers.append([(question, Answer((), _IN_A_ROW, True))], picture=f"{folder.name}/{picture.name}")
 
 
-def _shown(sampler: UnifiedSampler, question: Question, media: MediaLoader) -> tuple[Context, tuple[int, int] | None]:
+def _shown(sampler: Any, question: Question, media: MediaLoader) -> tuple[Any, tuple[int, int] | None]:
     """The sequence up to the answer; with pictures the size of the last one."""
+    if (read_row := getattr(sampler, "read_row", None)) is not None:
+        with _told_of_row(question):
+            return read_row(_with_an_answer(question), media.load_image)  # type: ignore[no-any-return]
     context, size = sampler.start(), None
     parts = _parts_of(question)
     for number, part in enumerate(parts):
@@ -120,15 +126,25 @@ def _parts_of(question: Question) -> list[RowPart]:
     Raises:
         DataError: The row has media that are no pictures.
     """
+    with _told_of_row(question):
+        parts = parts_of_sample(_with_an_answer(question))
+    return [part for part in parts[:-1] if part.kind != "drawn"]
+
+
+def _with_an_answer(question: Question) -> Sample:
+    """The row as training has it, with an answer of the right kind at its end."""
     asked = question.sample
     messages = [*asked.messages, {"role": "assistant", "content": [_PICTURE] if question.drawn else "."}]
     weights: list[float | None] = [float(message["role"] == "assistant") for message in messages]
-    answer = [MediaItem("image", None)] if question.drawn else []
-    try:
-        parts = parts_of_sample(Sample(asked.place, messages, weights, [*asked.media, *answer]))
-    except DataError as error:
-        raise DataError(f"{error}", where=str(asked.place)) from error
-    return [part for part in parts[:-1] if part.kind != "drawn"]
+    answer = [MediaItem("image", "")] if question.drawn else []
+    return Sample(asked.place, messages, weights, [*asked.media, *answer])
+
+
+@contextmanager
+def _told_of_row(question: Question) -> Iterator[None]:
+    """What is wrong inside names the row."""
+    with told_as(partial(at_row, question.sample.place)):
+        yield
 
 
 def _checked_folder(data: Path, out: Path, *, overwrite: bool) -> Path:

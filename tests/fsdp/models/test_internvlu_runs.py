@@ -17,9 +17,13 @@ from safetensors.torch import load_file
 
 from mindspeed_mm.cli.mm_convert import run as convert
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import PictureVAE
 from mindspeed_mm.fsdp.models.internvlu.configuration_internvlu import InternVLUConfig
 from mindspeed_mm.fsdp.models.internvlu.modeling_internvlu import InternVLUForConditionalGeneration
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.sampling.internvlu import load_internvlu
 from tests.helpers.runs import differing, mm, newest, tensors, train
 from tests.helpers.tiny_internvlu import CHANNELS, DOWNSAMPLE, head_shapes, run_of, vlm_shapes
 
@@ -169,3 +173,50 @@ def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[tuple[str, tuple[int, .
         key = (re.sub(r"(layers|transformer_blocks)\.\d+\.", r"\1.N.", name), shape)
         found[key] = found.get(key, 0) + 1
     return found
+
+
+def test_rows_are_asked_in_turns_as_training_shows_them(run: Path) -> None:
+    """A row keeps its system prompt, its earlier answers, and the places of its pictures among the words."""
+
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    sampler = load_internvlu(run.parent / "model", PreprocessParameters(), torch.device("cpu"))
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Yes."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": "?"}],
+        },
+        {"role": "assistant", "content": "."},
+    ]
+    sample = Sample(RowLocation("rows", 1), messages, [0.0, 0.0, 1.0, 0.0, 1.0], [MediaItem("image", "a.png")])
+    context, size = sampler.read_row(sample, lambda _source: Image.new("RGB", (8, 8)))
+    assert context.system == "Be brief." and context.earlier == [(["Hello."], "Yes.")]
+    assert context.pieces == ["Is ", None, "?"] and len(context.pictures) == 1 and size is not None
+
+
+def test_rows_are_answered_as_single_prompts_are(run: Path, tmp_path: Path) -> None:
+    """Words and pictures of `--data` equal those of single calls with the row's seed."""
+    model, rows = run.parent / "model", run.parent / "rows"
+    data, words = rows / "asked.jsonl", ("--max-new-tokens", 4, "--steps", 2)
+    asked = [("<image>Which?", "three", ["3.png"]), ("<image>turn it", "<image>", ["0.png", "2.png"])]
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+                    "images": images}) + "\n"
+        for question, answer, images in asked
+    ]  # fmt: skip
+    data.write_text("".join(lines))
+    said = mm("infer", model, "--data", data, "--out", tmp_path / "a.jsonl", "--size", "8x16", *words)
+    assert said.code == 0, said.err
+    single = mm("infer", model, "--image", rows / "3.png", "--prompt", "Which?", "--max-new-tokens", 4, "--json")
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert single.code == 0 and answers[0] == json.loads(single.out)["text"]
+    seed = derive_seed(0, 2) >> 1
+    mine = ("--image", rows / "0.png", "--prompt", "turn it", "--draw", tmp_path / "b.png", "--size", "8x16")
+    said = mm("infer", model, *mine, "--steps", 2, "--seed", seed)
+    assert said.code == 0, said.err
+    together, alone = (np.asarray(Image.open(path)) for path in (tmp_path / "a" / "00002.png", tmp_path / "b.png"))
+    assert np.array_equal(together, alone)
