@@ -216,6 +216,9 @@ class VideoAlignConverter(_Megatron):
             overwrite: Replace what an earlier conversion wrote to save_hf_dir.
             verify: Read everything back and compare.
         """
+        if cfg.common_model_config.llm_hf_dir is not None:
+            way_out = "Leave it out: the language model is that of cfg.hf_config.hf_dir."
+            raise UsageError("is not read here", key="cfg.common_model_config.llm_hf_dir", way_out=way_out)
         return released_to_hf(
             _released(cfg.hf_config.hf_dir, cfg.pt_path, cfg.common_model_config),
             cfg.save_hf_dir,
