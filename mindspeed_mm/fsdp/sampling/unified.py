@@ -122,6 +122,11 @@ class UnifiedSampler:
         context.without_text, context.has_pictures = context.whole.copy(), True
         return size
 
+    def usual_size(self) -> tuple[int, int]:
+        """Height and width of a picture that is drawn without a given size: those of the published inference, brought
+        to what was trained as a picture of that size would be."""
+        return self._latent_size(Drawing.height, Drawing.width)
+
     def answer(self, context: Context, words: Words) -> tuple[str, bool]:
         """What the model says, and whether it came to an end."""
         past, draw = context.whole.copy(), torch.Generator().manual_seed(words.seed % 2**63)

@@ -62,7 +62,7 @@ def draw(request: InferRequest) -> DrawnInParts:
     out = check_medium_file(request.draw, "PNG", [path for _, path in request.media], "--draw")
     with torch.inference_mode():
         sampler, context, size = _asked(request, draws=True)
-        drawing = drawing_for(request, size, request.seed or 0)
+        drawing = drawing_for(request, size or sampler.usual_size(), request.seed or 0)
         pixels = sampler.draw(context, drawing).permute(1, 2, 0).numpy()
     make_writable_folder(out.parent)
     atomic_write_bytes(out, image_bytes(pixels))

@@ -93,7 +93,7 @@ def _answer(
         text, finished = sampler.answer(context, words_for(request, seed))
         answers.append([(question, Answer((), text, finished))])
         return
-    pixels = sampler.draw(context, drawing_for(request, size, seed))
+    pixels = sampler.draw(context, drawing_for(request, size or sampler.usual_size(), seed))
     make_writable_folder(folder)
     picture = folder / f"{question.row:05d}.png"
     atomic_write_bytes(picture, image_bytes(pixels.permute(1, 2, 0).numpy()))
