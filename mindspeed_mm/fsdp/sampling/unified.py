@@ -85,14 +85,15 @@ class UnifiedSampler:
         latent_size: How large one is that has latents.
     """
 
-    defaults = Drawing()
-
     def __init__(
         self, model: Any, tokenizer: Any, vae: PictureVAE, folder: Path, seen_size: SizeRule, latent_size: SizeRule
     ) -> None:
         self._model, self._tokenizer, self._vae = model, tokenizer, vae
         self._marks = marks_of(tokenizer, folder)
         self._seen_size, self._latent_size = seen_size, latent_size
+        height, width = latent_size(Drawing.height, Drawing.width)
+        self.defaults = Drawing(height, width)
+        """How it draws where nothing is asked: as published, but as large as a picture of that size is in training."""
         weight = model.get_input_embeddings().weight
         self._device, self._exact = weight.device, torch.promote_types(weight.dtype, torch.float32)
 

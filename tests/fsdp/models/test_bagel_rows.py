@@ -88,6 +88,15 @@ def test_rows_are_answered_as_single_prompts_are(run: Path, tmp_path: Path) -> N
     assert said.code == 0 and pixels(tmp_path / "b/00001.png").shape == (8, 8, 3), said.err  # as large as the source
 
 
+def test_a_picture_of_no_given_size_is_as_large_as_was_trained(run: Path, tmp_path: Path) -> None:
+    """The published size is more than the small model has places for."""
+    data, out, model = rows_file(run, "sizeless.jsonl", DRAWN), tmp_path / "a.jsonl", run.parent / "model"
+    said = mm("infer", model, "--data", data, "--out", out, "--config", run, *DRAW)
+    assert said.code == 0 and pixels(tmp_path / "a/00001.png").shape == (16, 16, 3), said.err
+    said = mm("infer", model, "--prompt", "Draw.", "--draw", tmp_path / "b.png", "--config", run, "--steps", 2)
+    assert said.code == 0 and pixels(tmp_path / "b.png").shape == (16, 16, 3), said.err
+
+
 def test_earlier_turns_are_shown_as_training_shows_them(run: Path, tmp_path: Path) -> None:
     """A picture that the model drew before is given and seen, in front of words as well; the answer itself is not
     shown. Compared with the same parts put together by hand."""
