@@ -176,7 +176,9 @@ def _recognised(path: Path, stored: Mapping[str, LazyTensor], config: Json | Non
 
 def _config_of(folder: Path) -> Json:
     file = folder / CONFIG_FILE
-    return read_json_object(file, ModelFolderError) if file.is_file() else {}
+    if file.is_file():
+        return read_json_object(file, ModelFolderError)
+    return {}
 
 
 def _has_ranks(path: Path) -> bool:
@@ -187,7 +189,9 @@ def transformer_folder(path: Path) -> Path:
     """Where a pipeline's transformer lies; of any other folder itself."""
     inside = path / "transformer"
     heal_missing(inside)
-    return inside if inside.is_dir() else path
+    if inside.is_dir():
+        return inside
+    return path
 
 
 def _pickled_weights(folder: Path) -> Path | None:
@@ -198,7 +202,9 @@ def _pickled_weights(folder: Path) -> Path | None:
     if latest.is_file():
         folder = folder / Path(latest.read_text(errors="replace").strip()).name
     files = [file for file in sorted(folder.glob("*")) if file.suffix in _PT_SUFFIXES]
-    return files[0] if len(files) == 1 else None
+    if len(files) == 1:
+        return files[0]
+    return None
 
 
 def pt_tensors(path: Path) -> dict[str, LazyTensor]:

@@ -166,4 +166,6 @@ def _device_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
     if isinstance(optimizer, StreamedAdamW):
         return optimizer.state_device(key, parameter)
     is_on_device = key != "step" or optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return local(parameter).device if is_on_device else torch.device("cpu")
+    if is_on_device:
+        return local(parameter).device
+    return torch.device("cpu")

@@ -78,7 +78,9 @@ def plugin_module(plugin: str) -> str:
         folder, _, inside = name.removeprefix(f"{room}.").partition(".")
         if name.startswith(f"{room}.") and inside in ("", f"{folder}_fsdp2") and not _is_here(name):
             own = modules.get(folder) or modules.get(f"{folder}_precomputed")
-            return own.rpartition(".")[0] if own else name
+            if own:
+                return own.rpartition(".")[0]
+            return name
     return name
 
 

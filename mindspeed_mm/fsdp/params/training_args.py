@@ -60,7 +60,9 @@ def _listed(value: object) -> object:
     """One name, names with commas between them, or a list."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    return () if value in (None, ["none"]) else value
+    if value in (None, ["none"]):
+        return ()
+    return value
 
 
 class LrScaling(Section):

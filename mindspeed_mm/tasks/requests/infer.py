@@ -182,7 +182,9 @@ class InferRequest(Request):
     @property
     def prompt(self) -> str:
         """The question for a language model; empty where media ask."""
-        return self.prompts[0] if self.prompts else ""
+        if self.prompts:
+            return self.prompts[0]
+        return ""
 
     @property
     def longest_answer(self) -> int:

@@ -166,7 +166,9 @@ def check_weights(
 def _config_of(model: nn.Module) -> dict[str, object] | None:
     """What its config.json says; None for a class that is not of transformers."""
     to_dict = attribute_at(whole_of(model), "config.to_dict")
-    return to_dict() if to_dict is not None else None
+    if to_dict is not None:
+        return to_dict()
+    return None
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -392,4 +394,6 @@ def _files_of(folder: Path, names: Sequence[str]) -> str:
     """Where weights are stored under the names that the model has for them: the files."""
     entries = find_entries(folder) if holds_safetensors(folder) else {}
     files = sorted({entries[name].file.name for name in names if name in entries})
-    return f", stored in {listed(files)}" if files else ""
+    if files:
+        return f", stored in {listed(files)}"
+    return ""
