@@ -37,6 +37,8 @@ _PHRASES = {
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",
     r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
+    r"\b(bring|migrat\w*|port)\b.*\b(new|own|unlisted)\b.*\b(models?|architectures?)\b": "plugin plugin",
+    r"\b(write|make|create)\b.*\bplugins?\b": "plugin plugin",
     rf"\b{_HEARD}\b.*\bvision\b": "omni omni",
     rf"\bvision\b.*\b{_HEARD}\b": "omni omni",
     rf"\b{_ASKED}\b.*\b{_HEARD}\b": "omni",
