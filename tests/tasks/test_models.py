@@ -408,6 +408,7 @@ NEWCOMERS = {
     "my laptop only has a gguf file, can I use it": "Convert a checkpoint to another layout",
     "load a gguf model and convert it": "Convert a checkpoint to another layout",
     "use a reward model for GRPO": "Train a model on preferences or rewards",
+    **dict.fromkeys(("prepare weights", "weight-prep"), "Convert a checkpoint to another layout"),
     "convert a checkpoint for CPU-only use": "Train without a GPU",
 }  # fmt: skip
 """What newcomers ask → title of the answer."""

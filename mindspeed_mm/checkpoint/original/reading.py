@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -122,6 +122,36 @@ def open_file(path: Path) -> Iterator[tuple[dict[str, LazyTensor], dict[str, str
         for key, entry in entries.items():
             stored[key] = Stored(key, entry.shape, entry.dtype, lambda: file)
         yield stored, file.metadata() or {}
+
+
+@contextmanager
+def open_files(paths: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of several files by key, for the length of the `with` block: safetensors, or as of `torch.save`.
+
+    Raises:
+        ModelFolderError: No file is named, or a key lies in two of them; or as `read_header`.
+        CheckpointError: As `read_pt_files`.
+    """
+    if not paths:
+        raise ModelFolderError("no file of weights is named", way_out="Look at the pattern that finds the files.")
+    homes: dict[str, Path] = {}
+    found: dict[str, LazyTensor] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            if path.suffix in _PT_SUFFIXES:
+                stored = pt_tensors(path)
+            else:
+                stored, _ = stack.enter_context(open_file(path))
+            for key, tensor in stored.items():
+                if key in found:
+                    raise ModelFolderError(
+                        f"lies in {homes[key].name} and {path.name}",
+                        where=str(path.parent),
+                        key=key,
+                        way_out="Open the files one by one, and put something before the keys of one of them.",
+                    )
+                found[key], homes[key] = tensor, path
+        yield found
 
 
 @contextmanager

@@ -34,6 +34,7 @@ _PHRASES = {
     r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
     r"\b(to|into|from)[ -]megatron\b": "convert",
     r"\b(hugging ?face|hf)\b.*\bmegatron\b|\bmegatron\b.*\b(hugging ?face|hf)\b": "convert",
+    r"\bprepar\w*( \w+){0,2} weights?\b|\bweight[ -]prep\w*": "convert",
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",
     r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
