@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -232,15 +233,17 @@ def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":optimizer")
 def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """AdamW in its kinds, and muon; others are named."""
+    """AdamW in its kinds, and those with names of their own; others are named."""
     word = str(value).lower().replace("-", "_").removeprefix("optimizernames.")
     found: JsonObject = {}
-    if "muon" in word:
-        return {"training.optimizer": "muon"}
+    for name in OPTIMIZERS:
+        if name != "adamw" and name in word:
+            return {"training.optimizer": name}
+    known = f"training.optimizer has {', '.join(OPTIMIZERS)}"
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:
-        return no(f"{value} is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"{value} is not built; {known}")
     if "sgd" in word:
-        return no("sgd is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"sgd is not built; {known}")
     if re.search(r"8_?bit|4_?bit", word):
         found["training.optimizer_state_dtype"] = "int8"
     elif "paged" in word:
