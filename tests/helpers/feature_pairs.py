@@ -44,7 +44,6 @@ CHANGING: dict[str, tuple[str, ...]] = {
     "by sample": ("features.loss_cfg.loss_type=per_sample_loss",),
     "z-loss": ("features.loss_cfg.z_loss_coef=0.01",),
     "muon": ("training.optimizer=muon",),
-    "lion": ("training.optimizer=lion",),
     "lora": ("training.lora.enable=true",),
     "dora": ("training.lora.enable=true", "training.lora.use_dora=true"),
     "projector whole": ("training.lora.enable=true", "training.lora.modules_to_save=['{projector}']"),

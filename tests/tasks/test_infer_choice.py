@@ -119,9 +119,8 @@ def test_an_answer_ends_before_a_text_that_ends_it(folder: Path, rows: Path, tmp
         ends = [place for stop in stops if (place := text.find(stop)) >= 0]
         cut.append(text[: min(ends, default=len(text))].strip())
     assert cut != whole and any(cut)
-    greedy: dict[str, Any] = {"temperature": 0, "stops": stops}
-    assert answers(folder, rows, tmp_path / "cut.jsonl", **greedy) == cut
-    assert answers(folder, rows, tmp_path / "beams.jsonl", beams=1, batch_size=2, **greedy) == cut
+    assert answers(folder, rows, tmp_path / "cut.jsonl", temperature=0, stops=stops) == cut
+    assert answers(folder, rows, tmp_path / "beams.jsonl", beams=1, batch_size=2, temperature=0, stops=stops) == cut
     ended = [json.loads(line)["finished"] for line in (tmp_path / "cut.jsonl").read_text().splitlines()]
     assert all(end for end, one, other in zip(ended, cut, whole, strict=True) if one != other)
     with pytest.raises(DataError, match="with other settings"):
@@ -143,7 +142,7 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
         (["--temperature", 0, "--top-p", 0.5], "--top-p"),
         (["--beams", 2, "--temperature", 1], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
-        (["--stop", ""], "--stop"),
+        (["--stop", "", "--beams", 1], "--stop"),
     ):
         said = mm(*words, "--out", tmp_path / "no.jsonl", *options)
         assert said.code == 2 and option in said.err, said.err

@@ -1,6 +1,8 @@
 """Lion: AdamW's decay with the sign of a momentum as the direction. One state per number, and no denominator.
 
 Chen et al. 2023, arXiv:2302.06675, algorithm 2. Each number is updated on its own, so a rank works on its shards alone.
+Where a gradient is zero but for rounding, such as that of the keys' bias in an attention, its sign is chance: there,
+plans differ by a step of the learning rate.
 """
 
 from __future__ import annotations

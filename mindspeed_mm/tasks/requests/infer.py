@@ -79,7 +79,7 @@ class InferRequest(Request):
     )
     hide_thoughts: bool = option("Remove thoughts from the answers.", False, only=LANGUAGE)
     stops: tuple[str, ...] = option(
-        "Text that ends an answer and is left out of it, thoughts included; may be repeated.",
+        "Text before which an answer ends, thoughts included; may be repeated.",
         (),
         flag="--stop",
         only=LANGUAGE,
