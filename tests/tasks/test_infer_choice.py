@@ -142,10 +142,11 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
         (["--temperature", 0, "--top-p", 0.5], "--top-p"),
         (["--beams", 2, "--temperature", 1], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
-        (["--stop", "", "--beams", 1], "--stop"),
     ):
         said = mm(*words, "--out", tmp_path / "no.jsonl", *options)
         assert said.code == 2 and option in said.err, said.err
+    said = mm(*words, "--out", tmp_path / "no.jsonl", "--stop", "")
+    assert said.code == 2 and "--stop  an empty text would end every answer" in said.err, said.err
 
 
 @pytest.mark.slow
