@@ -138,12 +138,12 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
     ):
         said = mm(*words, "--out", tmp_path / f"{number}.jsonl", *options)
         assert said.code == 0, said.err
-    for options, option in (
+    for refused, option in (
         (["--temperature", 0, "--top-p", 0.5], "--top-p"),
         (["--beams", 2, "--temperature", 1], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
     ):
-        said = mm(*words, "--out", tmp_path / "no.jsonl", *options)
+        said = mm(*words, "--out", tmp_path / "no.jsonl", *refused)
         assert said.code == 2 and option in said.err, said.err
     said = mm(*words, "--out", tmp_path / "no.jsonl", "--stop", "")
     assert said.code == 2 and "--stop  an empty text would end every answer" in said.err, said.err
