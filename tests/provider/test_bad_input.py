@@ -166,7 +166,7 @@ def test_an_unknown_key_of_data_json_names_its_line() -> None:
         ("--context-parallel-size 2 --context-parallel-algo ulyses_cp_algo", "Did you mean 'ulysses_cp_algo'?"),
         ("--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo", "--ulysses-degree-in-cp  is not given"),
         ("--lr-decay-style inverse-square-root", "--lr-decay-style  'inverse-square-root' is not built"),
-        ("--optimizer sgd", "--optimizer  'sgd' is not built. There are adam and muon and lion."),
+        ("--optimizer sgd", "--optimizer  'sgd' is not built. There are adam and muon."),
         ("--ai-framework mindspore", "--ai-framework  'mindspore' is not built"),
         ("--ckpt-format zarr", "--ckpt-format  'zarr' is not one of torch, torch_dcp, torch_dist"),
         ("--lr-warmup-iters 101", "--lr-warmup-iters  101 is more than all 100 steps"),

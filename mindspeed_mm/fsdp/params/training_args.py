@@ -52,7 +52,7 @@ OPTIMIZERS = {
     "adamw": OptimizerFacts("AdamW", "adam"),
     "adamw_swap": OptimizerFacts("AdamW", moments_on_host=True),
     "muon": OptimizerFacts("Muon", "muon", moments=1, for_matrices=True),
-    "lion": OptimizerFacts("Lion", "lion", moments=1),
+    "lion": OptimizerFacts("Lion", moments=1),
 }
 """By their names in `training.optimizer`."""
 

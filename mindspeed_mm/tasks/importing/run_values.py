@@ -233,12 +233,13 @@ def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":optimizer")
 def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """AdamW in its kinds, and those with names of their own; others are named."""
+    """AdamW in its kinds, and muon; others are named."""
     word = str(value).lower().replace("-", "_").removeprefix("optimizernames.")
     found: JsonObject = {}
-    for name in OPTIMIZERS:
-        if name != "adamw" and name in word:
-            return {"training.optimizer": name}
+    if "muon" in word:
+        return {"training.optimizer": "muon"}
+    if "lion" in word:
+        return no("lion's decay rates differ from tool to tool; write optimizer: lion, lion_beta1 and lion_beta2")
     known = f"training.optimizer has {', '.join(OPTIMIZERS)}"
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:
         return no(f"{value} is not built; {known}")
