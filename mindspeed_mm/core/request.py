@@ -187,6 +187,15 @@ class Request:
         for each in fields_of(type(self)):
             each.check(getattr(self, each.name))
 
+    @classmethod
+    def flag_of(cls, name: str) -> str:
+        """The option that sets a field, as it is written on the command line; messages name it.
+
+        Raises:
+            KeyError: The request has no such field.
+        """
+        return {each.name: each.flag for each in fields_of(cls)}[name]
+
 
 def fields_of(kind: type[Request]) -> tuple[RequestField, ...]:
     """Arguments and options of a request in their order; those of its groups are not among them."""

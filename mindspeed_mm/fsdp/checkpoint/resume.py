@@ -105,6 +105,7 @@ NOTED_KEYS = (
     "training.clip_grad_ema_decay",
     "training.ema.*",
     "training.*loss_scale*",
+    "training.lion_beta*",
     "training.lr*",
     "training.max_skipped_steps",
     "training.no_decay_*",

@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -245,10 +246,13 @@ def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     found: JsonObject = {}
     if "muon" in word:
         return {"training.optimizer": "muon"}
+    if "lion" in word:
+        return no("lion's decay rates differ from tool to tool; write optimizer: lion, lion_beta1 and lion_beta2")
+    known = f"training.optimizer has {', '.join(OPTIMIZERS)}"
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:
-        return no(f"{value} is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"{value} is not built; {known}")
     if "sgd" in word:
-        return no("sgd is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"sgd is not built; {known}")
     if re.search(r"8_?bit|4_?bit", word):
         found["training.optimizer_state_dtype"] = "int8"
     elif "paged" in word:

@@ -29,8 +29,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
 _LONGEST_PATH = 1000
-_YAML_SECTION = "data.dataset_param"
 """Longer texts of media are base64."""
+_YAML_SECTION = "data.dataset_param"
 
 
 @dataclass(frozen=True)
