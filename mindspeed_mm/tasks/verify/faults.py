@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
     from mindspeed_mm.fsdp.loss.objectives import Terms, TokenCrossEntropy
     from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
-    from mindspeed_mm.fsdp.optimizer.ema import Ema
     from mindspeed_mm.fsdp.train.run.resume import ResumePoint
     from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
     from mindspeed_mm.fsdp.train.step.tally import Tally
@@ -269,10 +268,8 @@ def _lost_optimizer_state() -> Planting:
 
     load = ResumePoint.load
 
-    def forgetful(
-        self: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None
-    ) -> LoopState | None:
-        return load(replace(self, with_optimizer=False), model, optimizer, ema)
+    def forgetful(self: ResumePoint, *whole: Any) -> LoopState | None:
+        return load(replace(self, with_optimizer=False), *whole)
 
     return swapped(ResumePoint, "load", forgetful)
 
