@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -153,8 +154,9 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output = JanusProOutput(logits=self.lm_head(hidden[:, kept]), past_key_values=outputs.past_key_values)
+        output = JanusProOutput(
+            logits=self.lm_head(hidden[:, kept_tokens(logits_to_keep)]), past_key_values=outputs.past_key_values
+        )
         if codes_M is not None and drawn_places is not None:
             in_front = hidden.flatten(0, 1).index_select(0, drawn_places - 1)
             output.code_logits, output.code_targets = self.model.generation_head(in_front), codes_M

@@ -51,8 +51,11 @@ class OnePerHead(ConversionOps):
         self, input_dict: Mapping[str, object], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         """Of one tensor; `config` is the model's."""
+        given: Any
         (given,) = input_dict.values()
-        tensor: torch.Tensor = given[0] if isinstance(given, list) else given
+        if isinstance(given, list):
+            given = given[0]
+        tensor: torch.Tensor = given
         text = kwargs["config"].text_config
         if self.cuts:
             return {target_patterns[0]: tensor.flatten()[: text.linear_num_heads]}
