@@ -76,7 +76,7 @@ def build_transformer(
                 adapter.settle_transformer(part)
             model = parts[0]
             if len(parts) == 2:
-                model = ExpertPair(*parts, adapter.boundary_time)
+                model = ExpertPair(parts[0], parts[1], adapter.boundary_time)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
         raise ModelFolderError(
             f"diffusers cannot build the transformer: {' '.join(str(error).split())}",
