@@ -45,7 +45,9 @@ def list_arguments(model: nn.Module, names: Iterable[str]) -> None:
         model: The model, perhaps with PEFT's wrapper around it.
         names: What it is given beside what the class above lists.
     """
-    owner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's, which is foreign
+    owner: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT's, which is foreign
+        owner = owner.get_base_model()
     forward = type(owner).forward
     if not inspect.isfunction(forward) or forward.__module__.startswith("transformers."):
         return

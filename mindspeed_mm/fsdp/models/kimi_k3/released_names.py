@@ -73,6 +73,7 @@ def conversion_rules() -> list[Any]:
     own = r"\.self_attn\.forget_gate\.A_log"
     rules.append(WeightConverter(r"\.self_attn\.A_log", own, operations=[OnePerHead()]))
     heads = [rf"\.attn\.{name}_proj\.weight" for name in "qkv"]
+    # Rotary pairs are neighbours in the release, and halves of a head in transformers.
     turned = PermuteForRope(subconfig_key="vision_config", permute_layer_names=["q_proj", "k_proj"])
     rules.append(WeightConverter(r"\.wqkv\.weight", heads, operations=[Chunk(dim=0), turned]))
     convolutions = [rf"\.self_attn\.{name}_conv1d\.weight" for name in "qkv"]
