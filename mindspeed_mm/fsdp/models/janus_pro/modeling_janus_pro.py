@@ -138,6 +138,7 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
                 seen = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
                 is_seen = input_ids.eq(self.picture_placeholder).flatten()
                 if drawn_places is not None:
+                    # Places of drawn pictures have the same token.
                     is_seen = is_seen.index_fill(0, drawn_places, value=False)
                 inputs_embeds = with_media(inputs_embeds, is_seen.view(*input_ids.shape), seen)
             if drawn_pixel_values is not None and drawn_places is not None:
