@@ -200,7 +200,7 @@ class LTX2Adapter(DiffusionAdapter):
         """As above: the files hold what the connectors are given. Real tokens stand behind the padding, some of which
         may have been left out of the file."""
         try:
-            seen_key = "prompt_embeds"  # of both streams in older files
+            seen_key = "prompt_embeds"  # of both streams
             if "video_prompt_embeds" in content:
                 seen_key = "video_prompt_embeds"
             seen = content[seen_key]

@@ -140,12 +140,15 @@ class OpenSoraPipeline(DiffusionPipeline):
                 without, asked = said.chunk(2)
                 said = self._guided(without, asked, guidance_scale)
             latents = self.scheduler.step(said, time, latents, generator=generator, return_dict=False)[0]
-        ready = unstandardised(latents, *latent_numbers(self.vae)).to(self.vae.dtype)
-        frames = self.vae.decode(ready, return_dict=False)[0]
-        clips = self.video_processor.postprocess_video(frames, output_type=output_type)
+        clips = self._clips(latents, output_type)
         if return_dict:
             return {"frames": clips}
         return (clips,)
+
+    def _clips(self, latents: torch.Tensor, output_type: str) -> Any:
+        ready = unstandardised(latents, *latent_numbers(self.vae)).to(self.vae.dtype)
+        frames = self.vae.decode(ready, return_dict=False)[0]
+        return self.video_processor.postprocess_video(frames, output_type=output_type)
 
     @staticmethod
     def _noise(shape: tuple[int, ...], generator: Generators) -> torch.Tensor:
