@@ -153,7 +153,7 @@ class BailingAudioConfig(PreTrainedConfig):
             self.attention_dropout, self.hidden_dropout = sanm["attention_dropout_rate"], sanm["dropout_rate"]
             if sanm.get("sanm_shfit", 0) != 0:  # FunASR spells it so
                 raise ValueError(f"audio_encoder_config_sanm.sanm_shfit is {sanm['sanm_shfit']}; known is 0")
-        elif kwargs:  # without settings: transformers makes such a one to compare others with
+        elif kwargs:  # with none at all, transformers makes one to compare others with
             raise ValueError("audio_config has neither whisper_encoder_config nor audio_encoder_config_sanm")
         size, stride = 1, 1
         if given is not None:
