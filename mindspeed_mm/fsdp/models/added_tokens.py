@@ -89,9 +89,9 @@ def resolve_added_tokens(
     """
 
     def with_key(problem: Problem) -> Problem:
-        return (
-            problem if problem.key.startswith("model.") else Problem(problem.what, problem.where, KEY, problem.way_out)
-        )
+        if problem.key.startswith("model."):
+            return problem
+        return Problem(problem.what, problem.where, KEY, problem.way_out)
 
     with told_as(with_key):
         processor = load_processor(folder, trust_remote_code=trust_remote_code)
@@ -136,6 +136,7 @@ def tokens_of_section(model_args: ModelArguments, config: object) -> AddedTokens
         raise refusal(model_args, "the model is not built by transformers from a folder")
     folder = Path(model_args.model_name_or_path)
     added = resolve_added_tokens(folder, tokens, special, trust_remote_code=model_args.trust_remote_code)
+    # Before the model is built: its tables then have rows for the new tokens.
     text.vocab_size = added.rows
     return added
 
@@ -162,7 +163,9 @@ def note_added_tokens(model: nn.Module, added: AddedTokens, model_args: ModelArg
     embedding, head = embedding_of(model), head_of(model)
     if embedding is None:
         raise refusal(model_args, f"{type(model).__name__} has no embedding of tokens")
-    modules = [embedding] if head is None else [embedding, head]
+    modules = [embedding]
+    if head is not None:
+        modules.append(head)
     for module in modules:
         weight = attribute_at(module, "weight")
         if not isinstance(weight, torch.Tensor) or len(weight) != added.rows:
@@ -229,11 +232,14 @@ def grow_live(model: Any, ids: Sequence[int]) -> None:
     """Append rows to a loaded transformers model until it has some for these tokens; they start as they do in training.
     A model that has enough of them stays as it is."""
     embedding = embedding_of(model)
-    before = len(weight_of(embedding)) if embedding is not None else 0
+    if embedding is None:
+        return
+    before = len(weight_of(embedding))
     new = list(range(before, rows_for(before, ids)))
-    if embedding is None or not new:
+    if not new:
         return
     model.resize_token_embeddings(new[-1] + 1, mean_resizing=False)
+    # A tied weight is embedding and head in one: its rows are filled once.
     done: set[int] = set()
     for module in filter(None, (embedding_of(model), head_of(model))):
         for parameter in module.parameters(recurse=False):

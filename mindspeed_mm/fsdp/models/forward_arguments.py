@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
@@ -18,6 +19,17 @@ _ABOUT_ARGUMENTS = re.compile(
     r"|\bmust (also )?be provided|must provide|\b(is|are) (missing|required)\b|not used by the model"
 )
 """What a `forward`, or `generate`, says of arguments that it lacks or does not know (transformers 5.17 to 5.23)."""
+
+
+def kept_tokens(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
+    """Which tokens have logits, as an index of their axis.
+
+    Args:
+        logits_to_keep: How many of the last tokens, or which; 0: all.
+    """
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep, None)  # -0 is 0: from the first token on
+    return logits_to_keep
 
 
 def list_arguments(model: nn.Module, names: Iterable[str]) -> None:
@@ -33,7 +45,9 @@ def list_arguments(model: nn.Module, names: Iterable[str]) -> None:
         model: The model, perhaps with PEFT's wrapper around it.
         names: What it is given beside what the class above lists.
     """
-    owner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's, which is foreign
+    owner: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT's, which is foreign
+        owner = owner.get_base_model()
     forward = type(owner).forward
     if not inspect.isfunction(forward) or forward.__module__.startswith("transformers."):
         return

@@ -143,6 +143,7 @@ class ModelHub:
             ModelFolderError: The weights are damaged or do not fit, with a diff.
         """
         base = [parameter for name, parameter in model.named_parameters() if not is_adapter_weight(name)]
+        # Asked before `materialize`, which gives memory to what has none.
         has_values = not any(parameter.is_meta for parameter in base)
         materialize(model, device, buffer_device)
         if has_values and folder is None:  # by the model's own `from_pretrained`

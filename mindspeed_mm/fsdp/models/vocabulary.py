@@ -56,7 +56,9 @@ def check_processor(model: nn.Module, processor: ProcessorMixin | PreTrainedToke
 def _check_added_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Tokens that are added have the same numbers for the rows as for the model, whose folder may be another one."""
     added = facts_of(model).added_tokens
-    for token, number in added.ids.items() if added is not None else ():
+    if added is None:
+        return
+    for token, number in added.ids.items():
         own = tokenizer.convert_tokens_to_ids(token)
         if own != number:
             raise ModelFolderError(

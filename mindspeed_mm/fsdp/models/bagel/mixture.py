@@ -111,7 +111,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, samples:
         samples: All of them.
     """
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    groups = query.shape[1] // max(1, key.shape[1])
+    groups = query.shape[1] // max(1, key.shape[1])  # a rank may hold no head at all
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     if len(samples.documents) == 1:
         return F.scaled_dot_product_attention(query, key, value, samples.masks[0]).transpose(1, 2).flatten(2)
@@ -127,7 +127,9 @@ def attend_across(
 ) -> torch.Tensor:
     """The same over ranks, of own tokens: (1, B · t, heads, D) → (1, B · t, heads · D)."""
     query, key, value = (each.view(-1, len(share.positions), *each.shape[2:]) for each in (query, key, value))
-    across = _gather_keys if share.groups.ring_size > 1 else _exchange_heads
+    across = _exchange_heads
+    if share.groups.ring_size > 1:
+        across = _gather_keys
     return across(query, key, value, samples, share).flatten(0, 1).flatten(1)[None]
 
 
@@ -159,6 +161,7 @@ def _gather_keys(
             first, last = layout.borders[segment.document : segment.document + 2]
             mask = samples.masks[number]
             assert mask is not None
+            # Rows of the own queries, columns of the whole sample.
             own = Samples([(0, segment.stop - segment.start)], [mask[segment.start - first : segment.stop - first]])
             k, v = (each[row : row + 1, first:last] for each in (keys, values))
             outputs.append(attend(query[row : row + 1, slice(*segment.span)], k, v, own))
@@ -197,12 +200,14 @@ class BagelAttention(nn.Module):
         )
         query, key = self._both(layout, "q_norm", query), self._both(layout, "k_norm", key)
         query, key = apply_rotary_pos_emb(query, key, *rotation, unsqueeze_dim=2)
+        # Masks count in the order of the sequence; rotation may have widened queries and keys.
         query, key, value = (each.index_select(1, layout.inverse).to(value.dtype) for each in (query, key, value))
         past = layout.past
         if past is not None and self._layer < len(past.layers):
             known_key, known_value = (each.transpose(1, 2) for each in past.layers[self._layer])
             key, value = torch.cat([known_key, key], dim=1), torch.cat([known_value, value], dim=1)
         if past is not None and layout.keeps:
+            # Replaces the layer's entry, or appends the first one.
             past.layers[self._layer : self._layer + 1] = [(key.transpose(1, 2), value.transpose(1, 2))]
         if layout.share is not None:
             attended = attend_across(query, key, value, layout.samples, layout.share)
@@ -282,5 +287,5 @@ def orders(latent_places: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torc
         tokens: T.
     """
     is_latent = torch.zeros(tokens, dtype=torch.uint8, device=latent_places.device).index_fill(0, latent_places, 1)
-    order = is_latent.argsort(stable=True)
+    order = is_latent.argsort(stable=True)  # stable: within each set, tokens keep their order
     return order, order.argsort(), tokens - len(latent_places)

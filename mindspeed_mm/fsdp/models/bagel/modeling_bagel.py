@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.models.bagel.configuration_bagel import BagelConfig
 from mindspeed_mm.fsdp.models.bagel.mixture import BagelTextModel, Samples, TokenLayout, attend, orders
 from mindspeed_mm.fsdp.models.behaviour.part_cache import KeyValues
 from mindspeed_mm.fsdp.models.diffusion.latents import places_of
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout
@@ -117,7 +118,7 @@ class PlaceTable(nn.Module):
     """A fixed table of places, sines and cosines of column and row (arXiv:2212.09748); stored with the weights.
 
     Args:
-        per_side: PlaceTable along a side.
+        per_side: Places along a side.
         width: H.
     """
 
@@ -156,7 +157,7 @@ class TimeEmbedder(nn.Module):
         half = _FREQUENCIES // 2
         speeds = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=times.device) / half)
         angles = times[:, None] * speeds.to(times.dtype)
-        waves = torch.cat([angles.cos(), angles.sin()], dim=1)
+        waves = torch.cat([angles.cos(), angles.sin()], dim=1)  # cosines first, as in DiT
         return self.mlp(waves.to(self.mlp[0].weight.dtype))  # type: ignore[no-any-return,union-attr]
 
 
@@ -291,7 +292,8 @@ class BagelForConditionalGeneration(PreTrainedModel):
         if groups is not None:
             stops = list(accumulate(lengths, initial=0))
             layout = build_layout(stops[-1], groups.ring_size, groups.ulysses_size, borders=stops)
-            share = None if layout.leaves_ranks_empty else ContextShare(groups, layout)
+            if not layout.leaves_ranks_empty:
+                share = ContextShare(groups, layout)
         if share is not None:
             pixel_values, places, of_tower = (share.take(each, 0) for each in (pixel_values, places, of_tower))
         features = self.connector(self.vit_model["vision_model"](pixel_values, of_tower, lengths, share))[0]
@@ -355,6 +357,7 @@ class BagelForConditionalGeneration(PreTrainedModel):
             position_ids = mm_context.take(position_ids, 1)
         embeds = embeds_BtH.flatten(0, 1)
         if latent_tokens is None or latent_times is None or latent_positions is None or latent_places is None:
+            # None of them, but through the same layers: on every rank, each parameter has gradients.
             latent_tokens, latent_times = embeds.new_zeros(0, self.config.latent_features), embeds.new_zeros(0)
             latent_positions = latent_places = drawn_places = input_ids.new_zeros(0)
         latents = self.embed_latents(latent_tokens, latent_times, latent_positions).to(embeds.dtype)
@@ -365,10 +368,10 @@ class BagelForConditionalGeneration(PreTrainedModel):
         layout = TokenLayout(*orders(latent_places, len(embeds)), samples, mm_context)
         hidden = self.get_decoder()(inputs_embeds=embeds[None], position_ids=position_ids.reshape(1, -1), layout=layout)
         hidden_BtH = hidden.view(rows, -1, hidden.shape[-1])
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.language_model["lm_head"](hidden_BtH[:, kept])
-        drawn = latent_places if drawn_places is None else drawn_places
-        return BagelOutput(logits=logits, velocities=self.llm2vae(hidden[0].index_select(0, drawn)))
+        logits = self.language_model["lm_head"](hidden_BtH[:, kept_tokens(logits_to_keep)])
+        if drawn_places is None:
+            drawn_places = latent_places
+        return BagelOutput(logits=logits, velocities=self.llm2vae(hidden[0].index_select(0, drawn_places)))
 
     def _embed_words(
         self,
@@ -382,7 +385,9 @@ class BagelForConditionalGeneration(PreTrainedModel):
         embeds_BLH: torch.Tensor = self.get_input_embeddings()(input_ids)
         if pixel_values is not None:
             assert image_grid_thw is not None and token_kinds is not None
-            groups = None if share is None else share.groups
+            groups = None
+            if share is not None:
+                groups = share.groups
             seen = self.get_image_features(pixel_values, image_grid_thw, groups).to(embeds_BLH.dtype)
             embeds_BLH = embeds_BLH.masked_scatter((token_kinds == SEEN)[..., None], seen)
         if share is None:
@@ -410,9 +415,11 @@ class BagelForConditionalGeneration(PreTrainedModel):
             is_text: A token sees those in front of it alone; otherwise all of the part.
         """
         tokens = embeds.shape[1]
-        before = past.layers[0][0].shape[2] if past.layers else 0
-        mask = None
+        before, mask = 0, None
+        if past.layers:
+            before = past.layers[0][0].shape[2]
         if is_text:
+            # (T, before + T): all of the sequence, and of the part what is not behind a token.
             mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=embeds.device).tril(before)
         samples = Samples([(0, tokens)], [mask])
         layout = TokenLayout(*orders(latent_places, tokens), samples, past=past, keeps=keeps)

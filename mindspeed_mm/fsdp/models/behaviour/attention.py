@@ -100,7 +100,9 @@ def choose_attention(
         return choice
     # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
     has_interface = attribute_at(model_class, "_supports_attention_backend", False)
-    return choice._replace(name=ATTENTION_NAME if has_interface else "sdpa")
+    if has_interface:
+        return choice._replace(name=ATTENTION_NAME)
+    return choice._replace(name="sdpa")
 
 
 def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtype: torch.dtype | None = None) -> None:
@@ -146,7 +148,7 @@ def need_of(config: object, param_dtype: torch.dtype | None) -> Need:
         found = _width_of(part)
         if attribute_at(part, "v_head_dim") not in (None, 0, found):
             asks.append("two widths")
-        width = max(width, found)
+        width = max(width, found)  # one kernel serves all parts, so the widest head decides
     return Need(tuple(dict.fromkeys(asks)), width)
 
 
@@ -222,11 +224,16 @@ def _resolve(requested: str | None, need: Need) -> tuple[str, AttentionChoice]:
     if asked_for is not None and asked_for.lacks_package(device):
         raise _cannot_be_had(asked_for, asked_for.lacks_package(device))
     kernel, why, install = choose_kernel(need, device)
-    name = kernel.name if kernel.name in (EAGER, "flex_attention") else "sdpa"
+    name = "sdpa"
+    if kernel.name in (EAGER, "flex_attention"):
+        name = kernel.name
     if asked:
-        reason, name = "as configured", name if asked in OF_PACKAGES else asked
-    choice = AttentionChoice(name, reason or why, install, need, device)
-    return "" if asked in OF_PACKAGES else asked, choice
+        reason = "as configured"
+    if asked in OF_PACKAGES:
+        asked = ""  # a kernel below the name: what the model supports still decides about the name
+    elif asked:
+        name = asked
+    return asked, AttentionChoice(name, reason or why, install, need, device)
 
 
 def _device_with(kernel: Kernel, need: Need, device: Device) -> Device:

@@ -33,7 +33,9 @@ def choose_experts(model: nn.Module, *, grouped: bool, skip_padding: bool) -> No
     Raises:
         ConfigError: Padding is to be left out, and the model has no such experts.
     """
-    experts = fused_experts(model) if grouped or skip_padding else {}
+    if not grouped and not skip_padding:
+        return
+    experts = fused_experts(model)
     if skip_padding and not experts:
         raise ConfigError(
             f"{type(model).__name__} has no experts behind transformers' interface to keep padding from",
@@ -42,6 +44,9 @@ def choose_experts(model: nn.Module, *, grouped: bool, skip_padding: bool) -> No
         )
     if not experts:
         return
-    forward = ExpertsForward(RealTokens(model) if skip_padding else None)
+    real_tokens = None
+    if skip_padding:
+        real_tokens = RealTokens(model)
+    forward = ExpertsForward(real_tokens)
     for module in experts.values():
         use_own_experts(module, forward)

@@ -7,7 +7,7 @@ released serving code (vLLM's DeepSeek and Qwen3-Next models) feeds them; the mo
 Position i looks at positions up to i alone, so what a row ends with, which has no next embedding, reaches no position
 that has a label.
 
-The parameters bear the names that Qwen3-Next and Qwen3.5 folders have (`mtp.fc`, `mtp.layers.0…`). DeepSeek-V3 and
+The parameters have the names that Qwen3-Next and Qwen3.5 folders have (`mtp.fc`, `mtp.layers.0…`). DeepSeek-V3 and
 GLM-4.5 keep the same as one more layer of the decoder; their keys are renamed both ways. A model whose heads are made
 otherwise has `further_token_heads(depths)`, and says in `further_token_layers` what kind of layers they are like.
 """
@@ -82,10 +82,13 @@ class MultiTokenHeads(nn.Module):
         """
         found = []
         for layer in self.layers:
+            # Each depth reads one token further; zeros behind the end reach no position with a label.
             embeddings_BLH = torch.cat([embeddings_BLH[:, 1:], torch.zeros_like(embeddings_BLH[:, :1])], dim=1)
             both = [self.pre_fc_norm_embedding(embeddings_BLH), self.pre_fc_norm_hidden(hidden_BLH)]
             output = layer(self.fc(torch.cat(both, dim=-1)), **arguments)
-            hidden_BLH = self.norm(output[0] if isinstance(output, tuple) else output)
+            if isinstance(output, tuple):
+                output = output[0]
+            hidden_BLH = self.norm(output)
             found.append(hidden_BLH)
         return tuple(found)
 
@@ -124,7 +127,7 @@ class DecoderWatch:
 
     def _see_arguments(self, _layer: nn.Module, _args: Args, kwargs: Kwargs) -> None:
         if self._kept is not None:
-            left_out = {"hidden_states", *_CACHES}
+            left_out = {"hidden_states", *_CACHES}  # training keeps no cache, and heads have none
             self._kept.arguments = {name: value for name, value in kwargs.items() if name not in left_out}
 
     def _see_hidden(self, _norm: nn.Module, _args: Args, output: torch.Tensor) -> None:
@@ -145,7 +148,10 @@ def attach_multi_token(model: nn.Module, depths: int) -> None:
     layer, width = decoder.layers[like_layer(model, decoder)], decoder.config.hidden_size
     own = attribute_at(model, "further_token_heads")
     with parameters_on_meta():
-        heads = own(depths) if own is not None else MultiTokenHeads(layer, decoder.norm, width, depths)
+        if own is not None:
+            heads = own(depths)
+        else:
+            heads = MultiTokenHeads(layer, decoder.norm, width, depths)
     setattr(model, NAME, heads)
     facts_of(model).multi_token = DecoderWatch(model)
     may_lack = attribute_at(model, "_keys_to_ignore_on_load_missing", ())

@@ -89,7 +89,9 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
 
 def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
     """Raise `ConfigError` for what `apply_packed_rows` refuses; the model stays as it is."""
-    problems = [] if keeps_apart(model) else [*packing_problems(model), *attention_problems(attention, model)]
+    if keeps_apart(model):
+        return
+    problems = [*packing_problems(model), *attention_problems(attention, model)]
     if problems:
         raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
 
@@ -122,7 +124,9 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
         yield f"the model's attention is not behind transformers' interface{unnamed}"
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
         yield "the model's layers carry a state over tokens, and it is not known how to reset it between documents"
-    kept_apart = _KEPT_APART if has_mixers else _KEPT_APART - {"linear_attention"}
+    kept_apart = _KEPT_APART
+    if not has_mixers:
+        kept_apart -= {"linear_attention"}
     looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
     if looking_beyond:
         yield f"the model has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
@@ -297,12 +301,13 @@ def block_masks(
         window: How many tokens a sliding layer sees; None: there is no such layer.
     """
     place_T = torch.arange(len(blocks_T), device=blocks_T.device)
-    document_T = torch.bucketize(place_T, borders[1:], right=True)
+    document_T = torch.bucketize(place_T, borders[1:], right=True)  # borders that a token has passed
     distance_TT = place_T[:, None] - place_T[None, :]
     in_block_TT = (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T[:, None] >= 0)
     full_TT = (document_T[:, None] == document_T[None, :]) & ((distance_TT >= 0) | in_block_TT)
     if window is None:
         return full_TT[None, None]
+    # Tokens ahead in a block have a negative distance, and stay visible.
     sliding_TT = full_TT & (distance_TT < window)
     return {"full_attention": full_TT[None, None], "sliding_attention": sliding_TT[None, None]}
 

@@ -69,10 +69,10 @@ class QuantizedLayout:
         """Rows of a weight → rows of bytes."""
         blocks = weight.float().reshape(len(weight), -1, self.block)
         largest = blocks.abs().amax(dim=-1, keepdim=True)
-        scaled = (blocks / torch.where(largest > 0, largest, 1.0)).flatten(1)
+        scaled = (blocks / torch.where(largest > 0, largest, 1.0)).flatten(1)  # a block of zeros stays zeros
         if self.kind == "nf4":
             codes = torch.bucketize(scaled, _code_borders(weight.device)).to(torch.uint8)
-            codes, scale = (codes[:, ::2] << 4) | codes[:, 1::2], largest
+            codes, scale = (codes[:, ::2] << 4) | codes[:, 1::2], largest  # two inputs a byte
         else:
             codes, scale = (scaled * 127).round().to(torch.int8).view(torch.uint8), largest / 127
         return torch.cat([codes, scale.flatten(1).contiguous().view(torch.uint8)], dim=1)
@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> Any:
         (packed,) = ctx.saved_tensors
-        return gradient @ ctx.packing.unpack(packed, gradient.dtype), None, None, None
+        return gradient @ ctx.packing.unpack(packed, gradient.dtype), None, None, None  # the weight is frozen
 
 
 class QuantizedForward:
@@ -133,7 +133,7 @@ class QuantizedForward:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute the linear layer from its packed weight, (…, inputs) → (…, outputs)."""
         packed = self._layer.weight
-        if packed.dtype == torch.int8:
+        if packed.dtype == torch.int8:  # of an encoder, see `pack_linears`
             packed = packed.view(torch.uint8)
         return _Linear.apply(inputs, packed, self._layer.bias, self.packing)
 
@@ -205,7 +205,7 @@ def packings_of(model: nn.Module) -> dict[str, QuantizedLayout]:
 
 def can_shard_bytes() -> bool:
     """Whether the installed torch shards bytes beside numbers: before 2.13 `fully_shard` asks them for gradients."""
-    return torch.__version__ >= _NEEDS_TORCH
+    return torch.__version__ >= _NEEDS_TORCH  # a TorchVersion: compared by numbers, not as text
 
 
 def check_sharded_bytes(model: nn.Module) -> None:

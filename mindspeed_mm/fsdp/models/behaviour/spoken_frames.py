@@ -75,10 +75,12 @@ class SpokenFrames:
 
     def _other_logits(self, telling_ND: torch.Tensor, first_ND: torch.Tensor) -> torch.Tensor:
         """(N, G − 1, rows) logits of each further codebook, from those before it and the state that gave the first."""
+        # (N, G, D): the state, the first code, the others but the last one.
         read = torch.cat([telling_ND[:, None], first_ND[:, None], self._others_NGD[:, :-1]], dim=1)
         project = attribute_at(self._predictor, "small_to_mtp_projection")
         if project is not None:
             read = project(read)
+        # Place n + 1 has read codebooks 0 … n, and predicts the next one.
         made = self._predictor.model(inputs_embeds=read, use_cache=False).last_hidden_state
         return torch.stack([head(made[:, n + 1]) for n, head in enumerate(self._predictor.lm_head)], dim=1)
 

@@ -64,6 +64,7 @@ class CogVideoXAdapter(DiffusionAdapter):
                 "image_rotary_emb": (IMAGE, 0),
             }
         },
+        # In the order in which attention joins the two: captions first.
         attention={"*.attn1": (TEXT, IMAGE)},
     )
     cut_points = CutPoints(

@@ -298,6 +298,7 @@ class FlowTransformer(nn.Module):
         seen_TT = _seen_by_chunks(noisy_BTM.shape[1], self._chunk, noisy_BTM.device) if by_chunks else None
         for block in self.transformer_blocks:
             frames_BTD = block(frames_BTD, time_BD, rotation, seen_TT)
+        # The scale comes first here, unlike in the blocks, as in the released weights.
         scale, shift = self.norm_out(time_BD)
         velocity: torch.Tensor = self.proj_out(_normalised(frames_BTD) * (1 + scale) + shift)
         return velocity
@@ -309,6 +310,7 @@ def _normalised(frames_BTD: torch.Tensor) -> torch.Tensor:
 
 def _seen_by_chunks(frames: int, chunk: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(frames, device=device)
+    # (T, T): a row's frame sees all of its own chunk and of those before.
     return places[None, :] < (places[:, None] // chunk + 1) * chunk
 
 
@@ -336,6 +338,7 @@ class LookAhead(nn.Module):
 
     def forward(self, tokens_BNM: torch.Tensor) -> torch.Tensor:
         """(B, N, M) → (B, N, M), padded with zeros after the last token."""
+        # Tokens after the last one are zeros, so its frames depend on no others.
         hidden = self.conv1(F.pad(tokens_BNM.transpose(1, 2), (0, self._after)))
         hidden = self.conv2(F.pad(F.leaky_relu(hidden), (self.conv2.kernel_size[0] - 1, 0)))
         mixed: torch.Tensor = hidden.transpose(1, 2) + tokens_BNM
@@ -388,6 +391,7 @@ class CosyVoice3Flow(nn.Module):
         """
         tokens = torch.cat((reference_tokens, tokens_N))
         embedded_BNM = self.pre_lookahead_layer(self.input_embedding(tokens[None]))
+        # (B, N, M) → (B, T, M)
         embedded_BTM = embedded_BNM.repeat_interleave(self.sizes.token_mel_ratio, dim=1)
         speaker_BM = self.spk_embed_affine_layer(F.normalize(speaker_S[None].to(embedded_BTM), dim=1))
         known_BTM = torch.zeros_like(embedded_BTM)
@@ -410,7 +414,9 @@ class CosyVoice3Flow(nn.Module):
         by_chunks: bool,
     ) -> torch.Tensor:
         """Integrate from noise at time 0 to speech at time 1, with the published cosine schedule."""
+        # Short steps near the noise, long ones near speech.
         times = 1 - torch.cos(torch.linspace(0, 1, steps + 1, dtype=torch.float64) * (math.pi / 2))
+        # Two rows: with all conditions, and with none.
         conditions = [torch.cat((part, torch.zeros_like(part))) for part in (known_BTM, embedded_BTM, speaker_BM)]
         for now, then in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
             time_B = frames_BTM.new_full((2,), now)
@@ -429,4 +435,5 @@ def released_noise(frames: int, mel_dim: int) -> torch.Tensor:
     if frames > NOISE_FRAMES:
         raise ValueError(f"{frames} mel frames; the model makes up to {NOISE_FRAMES} at a time")
     generator = torch.Generator().manual_seed(_NOISE_SEED)
+    # Drawn whole and cut: a draw of fewer frames would have other numbers.
     return torch.randn(1, mel_dim, NOISE_FRAMES, generator=generator)[0, :, :frames].T

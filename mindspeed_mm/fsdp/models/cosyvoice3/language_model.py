@@ -108,6 +108,7 @@ class CosyVoice3LM(PreTrainedModel):
         """(B, L) ids of text and speech → (B, L, D)."""
         first_speech = self.config.llm_config.vocab_size
         is_speech = input_ids >= first_speech
+        # Both tables are read at every place, at row 0 where an id is the other's; `where` drops that.
         text_BLD = self.llm.model.model.embed_tokens(input_ids.masked_fill(is_speech, 0))
         speech_BLD = self.speech_embedding((input_ids - first_speech).clamp(min=0))
         return torch.where(is_speech[..., None], speech_BLD, text_BLD)

@@ -206,6 +206,7 @@ class HarmonicSource(nn.Module):
         """(B, T) in Hz → (B, 1, W)."""
         sizes = self._sizes
         multiples = torch.arange(1, sizes.nb_harmonics + 2, device=pitch_BT.device, dtype=pitch_BT.dtype)
+        # Whole turns change no sine: they are dropped before the sum, as in the release.
         turns_BTH = (pitch_BT[..., None] * multiples / sizes.sampling_rate) % 1
         phases_BTH = turns_BTH.cumsum(dim=1) * (2 * math.pi) * sizes.samples_a_frame
         sines_BTH = sizes.nsf_alpha * phases_BTH.sin()
@@ -233,7 +234,7 @@ class CosyVoice3Vocoder(nn.Module):
         super().__init__()
         self.sizes = sizes
         widths = [sizes.base_channels // 2**stage for stage in range(len(sizes.upsample_rates) + 1)]
-        spectrum = sizes.n_fft + 2
+        spectrum = sizes.n_fft + 2  # real and imaginary parts of n_fft / 2 + 1 frequencies
         self.f0_predictor = PitchPredictor(sizes)
         self.m_source = HarmonicSource(sizes)
         first = CausalConv(sizes.in_channels, widths[0], sizes.conv_pre_look_right + 1, ahead=True)
@@ -279,6 +280,7 @@ class CosyVoice3Vocoder(nn.Module):
             signal = torch.stack([block(signal) for block in blocks]).sum(dim=0) / kinds
         last = self.conv_post(F.leaky_relu(signal, _LAST_SLOPE))
         magnitude, phase = last.tensor_split((sizes.n_fft // 2 + 1,), dim=1)
+        # The network predicts log-magnitudes, and phases through a sine.
         made = torch.polar(magnitude.exp().clamp(max=_LOUDEST), phase.sin())
         wave = torch.istft(made, sizes.n_fft, sizes.hop_len, window=window)
         return wave.clamp(-sizes.audio_limit, sizes.audio_limit)

@@ -68,7 +68,7 @@ class DeepseekOCRConfig(UnlimitedOcrConfig):
 
 def _vision_config(given: Mapping[str, Any]) -> UnlimitedOcrVisionConfig:
     sam, clip = dict(given["width"]["sam_vit_b"]), dict(given["width"]["clip-l-14-224"])
-    sam |= {"mlp_dim": 4 * sam["width"], "image_size": given.get("image_size", 1024)}
+    sam |= {"mlp_dim": 4 * sam["width"], "image_size": given.get("image_size", 1024)}  # the release states neither
     clip |= {"intermediate_size": 4 * clip["width"]}
     return UnlimitedOcrVisionConfig(sam_config=_renamed(sam), encoder_config=_renamed(clip))
 
@@ -85,6 +85,7 @@ class DeepseekOCRModel(UnlimitedOcrModel):
     """
 
     def __init__(self, config: DeepseekOCRConfig) -> None:
+        # Past `UnlimitedOcrModel.__init__`, which would build another text model.
         UnlimitedOcrPreTrainedModel.__init__(self, config)
         vision, text = config.vision_config, config.text_config
         clip = vision.encoder_config
@@ -93,6 +94,7 @@ class DeepseekOCRModel(UnlimitedOcrModel):
         patches = nn.Conv2d(clip.num_channels, clip.hidden_size, clip.patch_size, clip.patch_size, bias=False)
         # CLIP takes SAM's features in the place of patches; the release keeps what it had for them.
         self.vision_tower.vision_encoder.embeddings.patch_embedding = patches
+        # Features of SAM and of CLIP stand side by side.
         features = vision.sam_config.downsample_channels[-1] + clip.hidden_size
         self.multi_modal_projector = nn.Linear(features, text.hidden_size)
         self.language_model = DeepseekVLV2TextModel._from_config(text)

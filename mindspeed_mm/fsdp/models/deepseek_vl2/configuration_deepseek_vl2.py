@@ -22,7 +22,7 @@ _TEXT_DEFAULTS: JsonObject = {
 
 _OWN_CLASS = "DeepseekVLV2ForCausalLM"
 SAME_TYPE: dict[str, type[PreTrainedConfig]] = {}
-"""Name in `architectures` → configuration of another family whose releases bear the same model type."""
+"""Name in `architectures` → configuration of another family whose releases have the same model type."""
 
 
 class DeepseekVLV2VisionConfig(PreTrainedConfig):
@@ -160,6 +160,7 @@ def build_language_config(given: Mapping[str, object]) -> PreTrainedConfig:
     if values["use_mla"]:
         return CONFIG_MAPPING["deepseek_v2"](**values)
     dense = values["first_k_dense_replace"]
+    # Plain attention: transformers has this decoder as DeepSeek-OCR-2's.
     layers = ["dense"] * dense + ["sparse"] * (values["num_hidden_layers"] - dense)
     return CONFIG_MAPPING["deepseek_ocr2_text"](**values | {"mlp_layer_types": layers})
 

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import (
     DeepseekVLV2VisionConfig,
 )
 from mindspeed_mm.fsdp.models.deepseek_vl2.processing_deepseek_vl2 import DeepseekVLV2Processor
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.utils.device import current_device
@@ -122,7 +123,7 @@ class Projector(nn.Module):
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
             layers += [nn.GELU(), nn.Linear(before, after)]
-        self.layers = nn.Sequential(*layers[1:])
+        self.layers = nn.Sequential(*layers[1:])  # no activation in front of the first one
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """(N, P², V) → (N, S, S, H). Zeros fill up a side that the squares do not divide."""
@@ -150,8 +151,7 @@ class AnswersPictures:
             kwargs: For the loss.
         """
         model: Any = self
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = model.get_output_embeddings()(outputs.last_hidden_state[:, kept])
+        logits = model.get_output_embeddings()(outputs.last_hidden_state[:, kept_tokens(logits_to_keep)])
         loss = None
         if labels is not None:
             loss = model.loss_function(logits, labels, logits.shape[-1], **kwargs)
@@ -226,7 +226,9 @@ class DeepseekVLV2ForCausalLM(_Parts, AnswersPictures, GenerationMixin):
             tiles = features[at + 1 : at + 1 + across * down].unflatten(0, (down, across))
             joined = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (down · S, across · S, H)
             views = [self._with_line_ends(features[at]), self.view_seperator[None], self._with_line_ends(joined)]
-            written += views if self.config.global_view_pos == "head" else views[::-1]
+            if self.config.global_view_pos == "tail":
+                views.reverse()
+            written += views
             at += 1 + across * down
         return torch.cat(written)
 

@@ -151,7 +151,9 @@ class DeepseekVLV2Processor(ProcessorMixin):
         for number, each in enumerate(texts):
             first, *others = each.split(self.image_token)
             parts, written = [first], []
-            cuts_here = len(others) <= MOST_TILED if cuts is None else cuts
+            cuts_here = cuts
+            if cuts is None:
+                cuts_here = len(others) <= MOST_TILED
             for picture, other in zip(islice(remaining, len(others)), others, strict=True):
                 grid = self.grid(picture) if cuts_here else (1, 1)
                 grids.append(grid)
@@ -189,12 +191,14 @@ class DeepseekVLV2Processor(ProcessorMixin):
         picture = picture.convert("RGB")
         whole = ImageOps.pad(picture, (side, side), color=colour)
         fitted = self._normalised(ImageOps.pad(picture, (side * across, side * down), color=colour))
+        # (3, down, side, across, side) → (down, across, 3, side, side)
         tiles = fitted.unflatten(1, (down, side)).unflatten(3, (across, side)).permute(1, 3, 0, 2, 4)
         return [self._normalised(whole), *tiles.flatten(0, 1)]
 
     def tokens(self, across: int, down: int) -> int:
         """How many tokens stand for a picture with these tiles: rows with a mark at the end, and one between views."""
         side = -(-(self.tile // self.patch_size) // self.downsample_ratio)
+        # Each row of tokens has a mark at its end; one mark stands between the whole view and the tiles.
         return side * (side + 1) + 1 + down * side * (across * side + 1)
 
     def _normalised(self, picture: Image.Image) -> torch.Tensor:

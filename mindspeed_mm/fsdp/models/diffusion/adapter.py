@@ -85,7 +85,9 @@ class DiffusionAdapter(FamilyFolder):
             pipeline: As above.
             pixels: (B, 3, T, H, W) uint8 on any device; T is 1 for images.
         """
-        return self.latents_of(pipeline.vae, pixels if self.geometry.is_video else pixels[:, :, 0])
+        if not self.geometry.is_video:
+            pixels = pixels[:, :, 0]
+        return self.latents_of(pipeline.vae, pixels)
 
     def latents_of(self, vae: ModelMixin, media: torch.Tensor) -> torch.Tensor:
         """Normalised latents of media, for `encode_media` and `encode_conditions`.
@@ -212,8 +214,11 @@ class DiffusionAdapter(FamilyFolder):
             batch: Text features and conditions, in the dtype that the transformer computes in.
             guidance: `training.diffusion.guidance`, for transformers that take it as an input.
         """
+        if self.takes_tokens:
+            noisy = pack(noisy, self.geometry.patch)
         inputs = {
-            "hidden_states": pack(noisy, self.geometry.patch) if self.takes_tokens else noisy,
+            "hidden_states": noisy,
+            # Not in the computing type: bf16 has 8 significant bits, which is too few for times of 0..1000.
             "timestep": self.time_scale * sigma,
             **{argument: batch[key] for argument, key in self.text_inputs.items()},
         }
@@ -224,6 +229,7 @@ class DiffusionAdapter(FamilyFolder):
     def token_times(self, times: torch.Tensor, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """(B,) times for each token of latents, (B, N): 0 for those of a frame that is given."""
         frames, height, width = self.geometry.grid(latent_shape)
+        # (B, T, H · W)
         of_tokens = times.view(-1, 1, 1).repeat(1, frames, height * width)
         if self.task in self.starts_with_frame:
             of_tokens[:, 0] = 0
@@ -329,13 +335,15 @@ class DiffusionAdapter(FamilyFolder):
             negative = {}
         else:
             negative = {"negative_prompt": [sampling.negative_prompt] * len(prompts)}
+        if self.pipeline_takes_tokens:
+            latents = pack(latents, geometry.patch)
         return {
             **size,
             **self.usage.call,
             **self._guidance(sampling),
             **negative,
             "num_inference_steps": sampling.num_inference_steps,
-            "latents": pack(latents, geometry.patch) if self.pipeline_takes_tokens else latents,
+            "latents": latents,
             "max_sequence_length": self.text_tokens,
             "output_type": "np",
         }
@@ -360,7 +368,9 @@ class DiffusionAdapter(FamilyFolder):
         parameters = inspect.signature(pipeline.__call__).parameters
         latents: int | None = attribute_at(pipeline, "default_sample_size")
         ratio: int | None = attribute_at(pipeline, "vae_scale_factor")
-        square = latents * ratio if latents and ratio else None
+        square = None
+        if latents and ratio:
+            square = latents * ratio
         height, width = (
             parameters[name].default or square if name in parameters else None for name in ("height", "width")
         )

@@ -54,6 +54,7 @@ class TransformerSettings:
         for name, parameter in parameters.items():
             if parameter.default is not parameter.empty:
                 settings[name] = parameter.default
+        # config.json may leave out what has the constructor's default.
         self.config = SimpleNamespace(**settings | adapter.transformer_config)
         """As the transformer itself would have it."""
 
@@ -204,11 +205,13 @@ def _load_module(component: Any, folder: Path, dtype: torch.dtype | None) -> Any
 
     read_config(folder)
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    # diffusers still calls it `torch_dtype`.
     name = "dtype" if issubclass(component, PreTrainedModel) else "torch_dtype"
     module, report = component.from_pretrained(str(folder), **options, **{name: dtype or stored_dtype(folder)})
     missing = list(map(str, report.get("missing_keys") or ()))
     missing += map(str, report.get("mismatched_keys") or ())
     missing.sort()
+    # `from_pretrained` only warns of these and draws them at random: it would encode nonsense.
     if missing:
         raise ModelFolderError(
             f"{len(missing)} weights are missing or of another shape: {', '.join(missing[:3])} …",
@@ -295,7 +298,7 @@ def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> DiffusionPipe
         if name in adapter.index and not is_component:
             arguments[name] = listed  # a setting of the pipeline
         elif name != "self" and (is_component or parameter.default is parameter.empty):
-            arguments[name] = None
+            arguments[name] = None  # a part that the folder does not have
     with quiet("diffusers"):
         pipeline = pipeline_class(**arguments | parts)
     pipeline.set_progress_bar_config(disable=True)

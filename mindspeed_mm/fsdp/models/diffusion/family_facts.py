@@ -221,7 +221,9 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         found, few = usage_of(self.uses, self.setting), self.few_steps
         if few is None:
             return found
-        scale = few.guidance if self.takes_guidance else self.guidance_off
+        scale = self.guidance_off
+        if self.takes_guidance:
+            scale = few.guidance
         return replace(found, steps=len(few.denoising_step_list), guidance=scale)
 
     @property
@@ -235,6 +237,7 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         if few is None:
             return
         self._changes |= few.as_config()
+        # Cached properties: dropped, so that they are made anew of the changed settings.
         for derived in ("transformer_config", "usage"):
             self.__dict__.pop(derived, None)
 
@@ -318,9 +321,12 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         if not self.has_component(component):
             return None, component
         config = self.component_config(component)
-        config = config.get("text_config") or config
+        config = config.get("text_config") or config  # of text and pictures in one: the text's width counts
         name = next((name for name in _WIDTHS if name in config), "")
-        return config.get(name), f"vae: {name}" if component == "vae" else component
+        source = component
+        if component == "vae":
+            source = f"vae: {name}"
+        return config.get(name), source
 
     def input_channels(self, channels: int) -> tuple[int, str]:
         """Channels of the transformer's input for a VAE with this many, and how messages call the difference, such as
@@ -340,6 +346,7 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
         for need in self.requirements():
             if need.value is None or self._is_unknown(need):
                 continue
+            # A setting that config.json leaves out cannot contradict.
             held = self.transformer_config.get(need.setting, need.value)
             if held != need.value:
                 what = f"{held}, but {need.source} asks for {need.value}"
@@ -369,7 +376,9 @@ def layers_of(*attentions: str, with_captions: bool = False) -> tuple[str, ...]:
         attentions: Patterns of the attentions.
         with_captions: Also the layers of captions that join in.
     """
-    layers = (*_OWN, *_OF_CAPTIONS) if with_captions else _OWN
+    layers: tuple[str, ...] = _OWN
+    if with_captions:
+        layers += _OF_CAPTIONS
     patterns: list[str] = []
     for attention in attentions:
         patterns += [f"{attention}.{layer}" for layer in layers]

@@ -45,6 +45,7 @@ class FewSteps:
             return None
         try:
             found = cls(**stored)
+            # JSON has no tuples: a list would make the frozen entry unhashable and unequal to `of_run`'s.
             return cls(**{**asdict(found), "denoising_step_list": tuple(map(int, found.denoising_step_list))})
         except (TypeError, ValueError) as error:
             raise ModelFolderError(
@@ -56,12 +57,15 @@ class FewSteps:
         """What a run distils its model to; None: it does not.
 
         Args:
-            arguments: The whole configuration.
+            training: The `training` section.
+            posttrain: The `posttrain` section.
         """
         dmd, diffusion = posttrain.dmd, training.diffusion
         if posttrain.method != "dmd":
             return None
-        shift = diffusion.shift if dmd.timestep_shift is None else dmd.timestep_shift
+        shift: float | str | None = dmd.timestep_shift
+        if shift is None:
+            shift = diffusion.shift
         return cls(dmd.denoising_step_list, shift, diffusion.guidance, dmd.num_frame_per_block, dmd.context_noise)
 
     def as_config(self) -> JsonObject:
@@ -83,6 +87,7 @@ class FewSteps:
         Raises:
             DataError: The frames are no whole number of blocks.
         """
+        # Without blocks, the clip is one block.
         size = self.num_frame_per_block or frames
         if frames % size:
             raise DataError(

@@ -39,14 +39,7 @@ def find_adapter(
     """
     path = Path(folder)
     if not (path / GENERATOR_INDEX).is_file():
-        what = "is a file, not a folder" if path.exists() else "does not exist"
-        known: Any = None if model_id is None else model_register.get(model_id)
-        raise ModelFolderError(
-            f"holds no {GENERATOR_INDEX}" if path.is_dir() else what,
-            where=str(path),
-            key="model.model_name_or_path",
-            way_out=(known if _is_adapter(known) else DiffusionAdapter).layout_way_out,
-        )
+        raise _no_generator(path, model_id)
     index = read_json(path / GENERATOR_INDEX)
     if (converter := PIPELINES_OF_UNIFIED.get(str(index.get("_class_name")))) is not None:
         raise ModelFolderError(
@@ -87,6 +80,18 @@ def adapter_of_section(
     adapter.vae_options = ("tiling",) * section.vae_tiling + ("slicing",) * section.vae_slicing
     adapter.quantize_encoders = section.quantize_encoders
     return adapter
+
+
+def _no_generator(path: Path, model_id: str | None) -> ModelFolderError:
+    what = f"holds no {GENERATOR_INDEX}"
+    if not path.exists():
+        what = "does not exist"
+    elif not path.is_dir():
+        what = "is a file, not a folder"
+    family: Any = DiffusionAdapter
+    if model_id is not None and _is_adapter(named := model_register.get(model_id)):
+        family = named  # its releases may come in a layout of their own
+    return ModelFolderError(what, where=str(path), key="model.model_name_or_path", way_out=family.layout_way_out)
 
 
 def _id_of(path: Path, index: Mapping[str, object]) -> str:

@@ -57,6 +57,7 @@ class GeneratorFolder:
         """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
         for what sizes follow from."""
         self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
+        # What was read of these components so far is empty, and so is what follows from it.
         self._configs.clear()
         for derived in ("geometry", "usage"):
             self.__dict__.pop(derived, None)
@@ -88,10 +89,12 @@ class GeneratorFolder:
         """A setting of a component, or of `model_index.json`; None where there is none."""
         if component == INDEX:
             value = self.index.get(name)
-            if value == [None, None]:
+            if value == [None, None]:  # how diffusers writes an optional part that is absent
                 return None
             return value
-        return (self.transformer_config if component == "transformer" else self.component_config(component)).get(name)
+        if component == "transformer":
+            return self.transformer_config.get(name)
+        return self.component_config(component).get(name)
 
     def has_component(self, name: str) -> bool:
         """Whether the folder's pipeline has a component; optional ones may be null in `model_index.json`."""

@@ -32,7 +32,7 @@ class PixelDistribution:
 class IdentityVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Latents are pixels in −1..1. Works inside diffusers' pipelines of images and, with `video`, of videos.
 
-    Its configuration bears what the pipelines read of a real VAE: no compression, and the normalisation of latents that
+    Its configuration has what the pipelines read of a real VAE: no compression, and the normalisation of latents that
     adapters and pipelines do around it, none unless given.
 
     Args:
@@ -74,8 +74,9 @@ class IdentityVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     def encode(self, pixels: torch.Tensor, return_dict: bool = True) -> AutoencoderKLOutput | tuple[PixelDistribution]:
         """(B, 3, …) pixels in −1..1 as (B, latent_channels, …) latents."""
-        latents = pixels if self.config.latent_channels == 3 else pixels.mean(dim=1, keepdim=True)
-        posterior = PixelDistribution(latents)
+        if self.config.latent_channels == 1:
+            pixels = pixels.mean(dim=1, keepdim=True)
+        posterior = PixelDistribution(pixels)
         if return_dict:
             return AutoencoderKLOutput(latent_dist=posterior)
         return (posterior,)

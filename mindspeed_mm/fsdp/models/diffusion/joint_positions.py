@@ -33,10 +33,13 @@ def state_positions(latents: torch.Tensor, seen: Sequence[bool], side: int, scal
     found: list[torch.Tensor] = []
     picture = _grid(side, side, 0, scale)
     while place < len(seen):
+        # A state of text: the same number on all three axes.
         block = torch.full((1, 3), float(at))
         if seen[place]:
+            # A picture goes on along time alone: its rows and columns stay around 0.
             block = picture + torch.tensor([float(at), 0.0, 0.0])
         found.append(block)
+        # The next number is behind the largest of the block on any axis, as in M-RoPE.
         at, place = int(block.max()) + 1, place + len(block)
     return torch.cat(found)
 
@@ -44,6 +47,7 @@ def state_positions(latents: torch.Tensor, seen: Sequence[bool], side: int, scal
 def _grid(rows: int, columns: int, frame: int, scale: float) -> torch.Tensor:
     sides = [_from_the_middle(count, scale) for count in (rows, columns)]
     down, across = torch.meshgrid(*sides, indexing="ij")
+    # (rows, columns, 3) → (rows · columns, 3), row by row, as latents are packed.
     return torch.stack([torch.full_like(down, float(frame)), down, across], dim=-1).flatten(0, 1)
 
 

@@ -38,6 +38,7 @@ def by_blocks(name: str = "block_out_channels", blocks: int = 4, frames: int = 1
         frames: `temporal_compression_ratio` by default.
     """
     return lambda vae: (
+        # The last block does not halve: n blocks shrink a side by 2 ** (n - 1).
         2 ** (len(vae.get(name, (0,) * blocks)) - 1),
         int(vae.get("temporal_compression_ratio", frames)),
     )
@@ -84,8 +85,9 @@ class LatentSizes:
         ratio *= self.folded
         patch, channels = self._patch(transformer), self._channels(vae, transformer)
         if self.packs:
-            channels //= math.prod(patch)
+            channels //= math.prod(patch)  # `in_channels` counts a whole token here
         frames, rows, columns = self._positions(transformer)
+        # Pixels of one token along a side.
         high, wide = ratio * patch[1], ratio * patch[2]
         least = 0
         if vae.get("_class_name", self.vae_class) == LTX2_VAE:
@@ -99,6 +101,7 @@ class LatentSizes:
             spatial_step=math.lcm(self.step, high, wide),
             heights=(least, rows and rows * high),
             widths=(least, columns and columns * wide),
+            # The first latent frame holds one frame, each further one `in_time` frames.
             most_frames=frames and (frames * patch[0] - 1) * in_time + 1,
         )
 
@@ -119,7 +122,7 @@ class LatentSizes:
         if isinstance(found, int):
             found = (found, found, found)
         if not self.is_video:
-            return None, *found[1:]
+            return None, *found[1:]  # a picture has one frame, whatever the table holds
         return found
 
     def _channels(self, vae: Config, transformer: Config) -> int:
@@ -139,6 +142,7 @@ def _least(vae: Config, ratio: int) -> int:
 
 def model_range(pixels: torch.Tensor) -> torch.Tensor:
     """uint8 → fp32 in −1..1."""
+    # In diffusers' order of operations: `x / 127.5 - 1` differs in the last bit.
     return 2.0 * (pixels.float() / 255.0) - 1.0
 
 
@@ -245,6 +249,7 @@ def unstandardised(latents: torch.Tensor, mean: Numbers, std: Numbers) -> torch.
 
 def _of_channels(latents: torch.Tensor, *numbers: Numbers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Latents and two numbers a channel, to be computed with each other."""
+    # (1, C, 1, …): broadcasts over the batch and over time, height and width.
     exact, shape = _exact(latents), (1, -1, *[1] * (latents.dim() - 2))
     mean, std = (torch.as_tensor(each, device=exact.device, dtype=exact.dtype).view(shape) for each in numbers)
     return exact, mean, std
@@ -266,10 +271,12 @@ def pack(latents: torch.Tensor, patch: tuple[int, int, int] = _OF_PICTURES) -> t
         latents: Sides are multiples of the patch.
         patch: Latent positions of a token along time, height and width.
     """
-    clips = latents if latents.dim() == 5 else latents.unsqueeze(2)
-    B, C, T, H, W = clips.shape
+    if latents.dim() == 4:
+        latents = latents.unsqueeze(2)
+    B, C, T, H, W = latents.shape
     t, h, w = patch
-    patches = clips.reshape(B, C, T // t, t, H // h, h, W // w, w)
+    patches = latents.reshape(B, C, T // t, t, H // h, h, W // w, w)
+    # (B, T/t, H/h, W/w, C, t, h, w) → (B, tokens, C · t · h · w)
     return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
@@ -280,6 +287,7 @@ def unpack(
     B, C, H, W = latent_shape[0], latent_shape[1], *latent_shape[-2:]
     t, h, w = patch
     patches = tokens.reshape(B, -1, H // h, W // w, C, t, h, w)
+    # (B, C, T/t, t, H/h, h, W/w, w): with all pairs merged, the latents again.
     return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
 
 
@@ -287,6 +295,7 @@ def patchified(planes: torch.Tensor, side: int) -> torch.Tensor:
     """(C, h · side, w · side) → (h · w, side² · C): the numbers of a token run over rows, columns, channels."""
     channels, height, width = planes.shape
     squares = planes.view(channels, height // side, side, width // side, side)
+    # (C, h, side, w, side) → (h, w, side, side, C): channels innermost, unlike in `pack`.
     return squares.permute(1, 3, 2, 4, 0).reshape(-1, side * side * channels)
 
 

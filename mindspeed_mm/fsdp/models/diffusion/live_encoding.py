@@ -58,6 +58,7 @@ class LiveEncoder:
             media = {name: batch[key][row : row + 1] for name, key in keys.items() if key in batch}
             found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
             if REJECTED.name in media:
+                # Popped: conditions are made of the target alone.
                 found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media.pop(REJECTED.name))
             found |= self._adapter.encode_conditions(self._pipeline, media)
             for key, tensor in found.items():
@@ -122,7 +123,10 @@ class CaptionLengths:
     def __init__(self, adapter: DiffusionAdapter, tokenizers: JsonMapping | None = None) -> None:
         self._tokenizers = []
         for name, limit in adapter.caption_limits().items():
-            tokenizer = load_component(adapter, name) if tokenizers is None else tokenizers[name]
+            if tokenizers is None:
+                tokenizer = load_component(adapter, name)
+            else:
+                tokenizer = tokenizers[name]
             self._tokenizers.append((tokenizer, limit))
 
     def __call__(self, captions: Sequence[str]) -> list[CaptionLength]:

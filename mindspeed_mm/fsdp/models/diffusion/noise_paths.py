@@ -100,16 +100,21 @@ class DiscretePath(NoisePath):
                 way_out="Write what the transformer's weights predict.",
             )
         self._signal = alphas_cumprod.double().sqrt()
+        # Numbers on the host: the weight of a sample is read without waiting for the device.
         self._snr = [float(signal / (1 - signal)) for signal in alphas_cumprod.double()]
         self._noise = (1 - alphas_cumprod.double()).sqrt()
         self._prediction = prediction
 
     def describe(self) -> str:
         """Steps, and what is learned."""
-        return f"denoising in {len(self._signal)} steps, learning {'ε' if self._prediction == 'epsilon' else 'v'}"
+        learned = "v"
+        if self._prediction == "epsilon":
+            learned = "ε"
+        return f"denoising in {len(self._signal)} steps, learning {learned}"
 
     def time(self, drawn: float) -> float:
         """The number of the step, 0 … T − 1."""
+        # A draw that rounds up to 1 belongs to the last step.
         return float(min(int(drawn * len(self._signal)), len(self._signal) - 1))
 
     def min_snr_weight(self, time: float, gamma: float) -> float:
@@ -118,6 +123,7 @@ class DiscretePath(NoisePath):
         v is learned, a last step that is all noise has the weight 0."""
         snr = self._snr[int(time)]
         if self._prediction == "epsilon":
+            # SNR 0 is the last step with zero terminal signal: min(SNR, γ) / SNR tends to 1.
             if snr:
                 return min(1.0, gamma / snr)
             return 1.0
@@ -140,4 +146,5 @@ class DiscretePath(NoisePath):
         if self._signal.device != time.device:
             self._signal, self._noise = self._signal.to(time.device), self._noise.to(time.device)
         step = time.long()
+        # The roots are taken in fp64 and rounded once.
         return self._signal[step].to(like.dtype), self._noise[step].to(like.dtype)

@@ -53,7 +53,9 @@ class OneFrameVAE(nn.Module):
     def __init__(self, vae: Any) -> None:
         super().__init__()
         self.vae = vae
+        # `temperal` is diffusers' spelling. The last level does not halve.
         levels = len(vae.config.temperal_downsample) + 1
+        # The scale is 1 because `encode` and `decode` normalise by themselves.
         self.config = FrozenDict(latent_channels=vae.config.z_dim, block_out_channels=(0,) * levels, scaling_factor=1.0)
 
     @classmethod
@@ -76,6 +78,7 @@ class OneFrameVAE(nn.Module):
         posterior = self.vae.encode(pictures[:, :, None]).latent_dist
         config = self.vae.config
         mean = standardised(posterior.mean, config.latents_mean, config.latents_std)
+        # The mean moves no deviation, so it is left out here.
         none = [0.0] * len(config.latents_std)
         deviation = standardised(posterior.std, none, config.latents_std)
         return _Encoded(OneFramePosterior(mean[:, :, 0], deviation[:, :, 0]))

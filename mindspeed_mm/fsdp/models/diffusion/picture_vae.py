@@ -81,12 +81,14 @@ class PictureVAE:
         """Pixels (3, H, W) uint8 on the host, of latents (C, h, w)."""
         raw_latents = unscaled(self._vae, latents.to(self._device, self._dtype)[None])
         pixels: torch.Tensor = self._vae.decode(raw_latents).sample[0]
+        # Truncated, as BAGEL's published inference does; `as_bytes` rounds.
         return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).to(torch.uint8).cpu()
 
 
 def posterior_of(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     """(2, C, h, w) of pixels (3, H, W) from 0 to 255, where the VAE is and in its type."""
     found = vae.encode(pixels[None] / 127.5 - 1).latent_dist
+    # The shift moves the mean alone; the deviation is only multiplied.
     return torch.cat([scaled(vae, found.mode()), found.std * vae.config.scaling_factor])
 
 
@@ -121,7 +123,8 @@ def write_small_vae(folder: Path, channels: int, downsample: int) -> None:
     """
     from diffusers import AutoencoderKL
 
-    levels = downsample.bit_length()
+    levels = downsample.bit_length()  # `levels` blocks halve the sides `levels` - 1 times
+    # The same weights for every caller, and the caller's own draws are not disturbed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = AutoencoderKL(
@@ -203,6 +206,7 @@ def _with_sizes(shapes: Mapping[str, Sequence[int]], file: Path, device: str = "
     from diffusers import AutoencoderKL
 
     with _told_of_layout(file), torch.device(device):
+        # Names are encoder.down.LEVEL.block.BLOCK.… in this layout (latent-diffusion's).
         levels = len({name.split(".")[2] for name in shapes if name.startswith("encoder.down.")})
         blocks = {name.split(".")[4] for name in shapes if name.startswith("encoder.down.0.block.")}
         widths = [shapes[f"encoder.down.{level}.block.0.conv1.weight"][0] for level in range(levels)]

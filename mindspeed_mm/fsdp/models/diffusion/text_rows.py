@@ -59,6 +59,7 @@ MASKED = {EMBEDS: MASK}
 def own_rows(embeds_BLD: Sequence[torch.Tensor], mask_BL: torch.Tensor | None) -> list[torch.Tensor]:
     """The rows (tokens, D) of each caption that its mask names; without a mask all of them."""
     if mask_BL is None:
+        # Cloned: a view would keep the padded batch of all captions in memory.
         return [embeds.clone() for embeds in embeds_BLD]
     return [embeds[mask.bool()].clone() for embeds, mask in zip(embeds_BLD, mask_BL, strict=True)]
 
@@ -75,7 +76,7 @@ def pad_rows(
         multiple: The length is rounded up to it, so that compiled models meet few lengths.
     """
     rows = [each[text] for each in features]
-    longest = max(1, *(len(row) for row in rows))
+    longest = max(1, *(len(row) for row in rows))  # not 0 rows, even if all captions are empty
     length = -(-longest // multiple) * multiple
     padded = rows[0].new_zeros(len(rows), length, rows[0].shape[-1])
     real = torch.zeros(len(rows), length, dtype=torch.int64)

@@ -69,11 +69,14 @@ def build_transformer(
     model_class = family_class(adapter, adapter.transformer_class)
     _check_config(adapter, model_class, changes)
     try:
+        # Buffers are real: rotary tables are computed in constructors and stored in no file.
         with parameters_on_meta(), quiet("diffusers"):
             parts = [model_class.from_config(adapter.config_of(name)) for name in adapter.transformers]
             for part in parts:
                 adapter.settle_transformer(part)
-            model = parts[0] if len(parts) == 1 else ExpertPair(parts[0], parts[1], adapter.boundary_time)
+            model = parts[0]
+            if len(parts) == 2:
+                model = ExpertPair(parts[0], parts[1], adapter.boundary_time)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
         raise ModelFolderError(
             f"diffusers cannot build the transformer: {' '.join(str(error).split())}",
@@ -177,6 +180,7 @@ class ExpertPair(nn.Module):
             inputs: Other arguments of the transformers. Tensors are of B samples; anything else is for all of them.
         """
         is_noisy = timestep >= self.boundary
+        # `nonzero` waits for the device: which transformer is called is decided on the host.
         shares = [is_noisy.nonzero().flatten(), (~is_noisy).nonzero().flatten()]
         calls_both = torch.is_grad_enabled() or (dist.is_initialized() and dist.get_world_size() > 1)
         output: torch.Tensor | None = None
@@ -184,7 +188,8 @@ class ExpertPair(nn.Module):
             is_spare = len(rows) == 0
             if is_spare and not calls_both:
                 continue
-            rows = rows.new_zeros(1) if is_spare else rows
+            if is_spare:
+                rows = rows.new_zeros(1)  # the first sample: any would do, since its output is multiplied by 0
             given = dict(inputs)
             for key, value in inputs.items():
                 if isinstance(value, torch.Tensor):
@@ -192,7 +197,9 @@ class ExpertPair(nn.Module):
             (made,) = expert(timestep=timestep[rows], return_dict=False, **given)
             if output is None:
                 output = made.new_zeros(len(timestep), *made.shape[1:])
+            if is_spare:
+                made = made * 0
             # Added, not assigned: an expert without samples of its own adds nothing, and still has gradients.
-            output = output.index_add(0, rows, made * 0 if is_spare else made)
+            output = output.index_add(0, rows, made)
         assert output is not None
         return (output,)

@@ -78,8 +78,9 @@ class Denoiser:
         for key, value in batch.items():
             if key.startswith("_") or key == LATENTS:
                 continue
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            cast[key] = value.to(self.compute_dtype) if is_float else value
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value = value.to(self.compute_dtype)
+            cast[key] = value
         return cast
 
 

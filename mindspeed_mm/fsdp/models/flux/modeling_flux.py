@@ -117,11 +117,14 @@ class FluxAdapter(DiffusionAdapter):
         mask = (media["mask"][:, :, 0].float().mean(dim=1, keepdim=True) >= _HALF).to(source)
         ratio = self.geometry.spatial_ratio
         folded = torch.nn.functional.pixel_unshuffle(mask, ratio).to(pipeline.vae.dtype)
+        # What is to be filled is 0, which is grey in −1..1.
         return {"source_latents": self.latents_of(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        shapes = {"source_latents": latent_shape} if self.task != "t2i" else {}
+        if self.task == "t2i":
+            return {}
+        shapes = {"source_latents": latent_shape}
         if self.task == "fill":
             shapes["mask_latents"] = (self.geometry.spatial_ratio**2, *latent_shape[1:])
         return shapes

@@ -43,6 +43,7 @@ class Flux2Adapter(DiffusionAdapter):
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
     sample_plan = SamplePlan(
         inputs={
+            # Counted from the end: tokens have a batch axis, and their positions have none.
             "hidden_states": (IMAGE, -2),
             "img_ids": (IMAGE, -2),
             "encoder_hidden_states": (TEXT, -2),
@@ -115,6 +116,7 @@ class Flux2Adapter(DiffusionAdapter):
     def resolution_shift(self, tokens: int) -> float:
         """exp(μ), μ as the pipelines fit it to tokens and steps, for 50 steps: between two straight lines, one for 10
         steps and one for 200; the latter alone above 4300 tokens."""
+        # `compute_empirical_mu` of diffusers' pipelines.
         at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
         if tokens > 4300:
             return math.exp(at_200)
@@ -123,6 +125,7 @@ class Flux2Adapter(DiffusionAdapter):
 
     def normalised(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """Of each position in a patch: (B, C, H, W) → (B, 4C, H/2, W/2)."""
+        # Patches first: the numbers are those of a patch's positions, not of a channel.
         return super().normalised(vae, torch.nn.functional.pixel_unshuffle(latents, PATCH))
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             "transformer_blocks.{*}": {"freqs_cis": (IMAGE, 0)},
             "single_transformer_blocks.{*}": {"image_rotary_emb": (IMAGE, 0)},
         },
+        # In the order in which attention joins the two: captions last.
         attention={"*transformer_blocks.{*}.attn": (IMAGE, TEXT)},
     )
     cut_points = CutPoints(
@@ -112,7 +113,9 @@ class HunyuanVideoAdapter(DiffusionAdapter):
 
     def input_channels(self, channels: int) -> tuple[int, str]:
         """With condition and mask where they stand behind the noise."""
-        beside = channels + 1 if self._condition == "latent_concat" else 0
+        beside = 0
+        if self._condition == "latent_concat":
+            beside = channels + 1
         return channels + beside, f", for {self._condition or self.task}"
 
     @torch.no_grad()
@@ -166,7 +169,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             return torch.cat([picture, noisy[:, :, 1:]], dim=2)
         behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
         behind[:, :-1, :1] = picture
-        behind[:, -1, 0] = 1
+        behind[:, -1, 0] = 1  # the mask: the first latent frame is given
         return torch.cat([noisy, behind], dim=1)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:

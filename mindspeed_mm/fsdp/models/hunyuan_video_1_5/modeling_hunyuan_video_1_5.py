@@ -123,9 +123,10 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
         if "condition_latents" in batch:
             behind[:, :-1, :1] = batch["condition_latents"].to(noisy.dtype)
-            behind[:, -1, 0] = 1
+            behind[:, -1, 0] = 1  # the mask: the first latent frame is given
             picture = batch["image_embeds"].to(noisy.dtype)
         else:
+            # All zeros: the transformer of diffusers takes that for text to video.
             picture = noisy.new_zeros(len(noisy), _PICTURE_TOKENS, self.transformer_config.get("image_embed_dim", 1152))
         return super().inputs(torch.cat([noisy, behind], dim=1), sigma, batch, guidance) | {"image_embeds": picture}
 
@@ -141,9 +142,11 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         if self.task == "i2v":
             size = (sampling.height, sampling.width)
             pipeline.video_processor.calculate_default_height_width = lambda *_, **__: size
+        # Kept once: a later batch without a scale gets the folder's own again.
         stored = vars(pipeline).setdefault("stored_guider", pipeline.guider)
-        scale = sampling.guidance_scale
-        pipeline.guider = stored if scale is None else stored.new(guidance_scale=scale)
+        pipeline.guider = stored
+        if sampling.guidance_scale is not None:
+            pipeline.guider = stored.new(guidance_scale=sampling.guidance_scale)
 
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
         """16:9 in the area that the transformer was trained on, as the pipeline chooses it for text alone."""

@@ -23,6 +23,7 @@ from mindspeed_mm.core.batch import SEEN
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.diffusion.joint_positions import latent_positions
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.internvlu.configuration_internvlu import InternVLUConfig
 from mindspeed_mm.fsdp.models.internvlu.picture_head import PictureTransformer
 from mindspeed_mm.fsdp.models.structure.towers import Tower
@@ -144,8 +145,9 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
 
     def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(tokens, H) of pictures (N, 3, side, side): squares of neighbouring features as one, through two layers."""
-        states = self.vlm.vision_model(pixel_values=pixel_values).last_hidden_state[:, 1:]
+        states = self.vlm.vision_model(pixel_values=pixel_values).last_hidden_state[:, 1:]  # without the class token
         group, side = round(1 / self.config.downsample_ratio), self.config.seen_side
+        # (N, rows, group, columns, group, V) → (N, tokens, group² · V)
         squares = states.unflatten(1, (side, group, side, group)).transpose(2, 3).flatten(3).flatten(1, 2)
         features: torch.Tensor = self.vlm.mlp1(squares.to(self.vlm.mlp1[1].weight.dtype))
         return features.flatten(0, 1)
@@ -155,6 +157,7 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
         embeds = self.get_input_embeddings()(input_ids)
         ids = torch.tensor(self.config.special_token_ids, device=input_ids.device)
         is_own = input_ids[..., None] == ids
+        # Row 0 where a token is none of these; `where` drops that.
         own = self.vlm.special_token_embedding(is_own.int().argmax(-1)).to(embeds.dtype)
         return torch.where(is_own.any(-1, keepdim=True), own, embeds)
 
@@ -201,8 +204,8 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
         read = self._read(
             input_ids, token_kinds, position_ids, pixel_values, attention_mask, past_key_values, use_cache, others
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output = InternVLUOutput(logits=self.vlm.language_model["lm_head"](read.last_hidden_state[:, kept]))
+        shown = read.last_hidden_state[:, kept_tokens(logits_to_keep)]
+        output = InternVLUOutput(logits=self.vlm.language_model["lm_head"](shown))
         output.past_key_values = read.past_key_values
         if past_key_values is not None:
             return output
@@ -218,6 +221,7 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
         lengths, side = host_values(state_lengths), self.config.latent_side
         grids = [(height // side, width // side) for height, width in host_values(picture_sizes)]
         samples = _samples(grids, host_values(picture_is_drawn))
+        # Places of the ones, in order. Their number is known on the host, so nothing waits for it.
         read_places = part_ids.flatten().argsort(descending=True, stable=True)[: len(state_positions)]
         output.velocities = self.draw(
             states.index_select(0, read_places), state_positions, lengths, latent_tokens, latent_times, samples
@@ -292,11 +296,14 @@ class InternVLUForConditionalGeneration(PreTrainedModel):
             counts, start = [rows * columns for rows, columns in sample], len(order)
             given = sum(counts[1:])
             firsts.append(start + given)
+            # The drawn picture stands behind those that are given, and goes in front of them here.
             order += [*range(start + given, start + given + counts[0]), *range(start, start + given)]
             drawn.append(counts[0])
             positions.append(latent_positions(sample, self.config.video_position_scale))
         where, first = (torch.tensor(places, dtype=torch.long, device=states.device) for places in (order, firsts))
-        of_latents = torch.cat(positions).to(states.device) if positions else state_positions.float()
+        of_latents = state_positions.float()  # without samples empty, as these are
+        if positions:
+            of_latents = torch.cat(positions).to(states.device)
         velocities: torch.Tensor = self.generation_decoder.decoder(
             latents.index_select(0, where),
             states,

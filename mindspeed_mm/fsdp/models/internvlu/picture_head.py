@@ -67,6 +67,7 @@ def turned(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """RoPE of neighbours: (1, N, C, E), numbers 2i and 2i + 1 of a head turned by angle i of its token."""
     exact = torch.promote_types(heads.dtype, torch.float32)
     first, second = heads.to(exact).unflatten(-1, (-1, 2)).unbind(-1)
+    # (1, N, 1, E / 2): the same for each head
     cos, sin = rotation.to(exact)[None, :, None].unbind(-1)
     return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2).to(heads.dtype)
 
@@ -94,6 +95,7 @@ class GatedJointAttention(nn.Module):
     def _stream(self, tokens: torch.Tensor, linear: str, norm: str) -> tuple[torch.Tensor, ...]:
         """Queries, keys, values (1, N, C, E) and gates (1, N, C · E) of one stream."""
         made = {name: self.get_submodule(linear.format(name))(tokens) for name in "qkv"}
+        # Each head's gate stands behind its query, not all gates behind all queries.
         query, gate = made["q"].unflatten(-1, (-1, 2 * self._width)).chunk(2, dim=-1)
         key, value = (made[name].unflatten(-1, (-1, self._width)) for name in "kv")
         query, key = (self.get_submodule(norm.format(name))(each) for name, each in (("q", query), ("k", key)))
@@ -115,8 +117,11 @@ class GatedJointAttention(nn.Module):
         query, key = turned(query, layout.rotation), turned(key, layout.rotation)
         split = [layout.of_samples(each.transpose(1, 2)) for each in (query, key, value)]
         attended = [F.scaled_dot_product_attention(q, k, v) for q, k, v in zip(*split, strict=True)]
-        # Of no samples no tokens, made of all three all the same: every parameter has gradients on every rank.
-        joined = (layout.joined(attended).transpose(1, 2) if attended else query + key + value).flatten(2)
+        if attended:
+            joined = layout.joined(attended).transpose(1, 2).flatten(2)
+        else:
+            # Of no samples no tokens, made of all three all the same: every parameter has gradients on every rank.
+            joined = (query + key + value).flatten(2)
         of_latents, of_states = joined[:, : latents.shape[1]], joined[:, latents.shape[1] :]
         return self.to_out[0](of_latents) * own[3].sigmoid(), self.to_add_out(of_states) * others[3].sigmoid()
 
@@ -151,6 +156,7 @@ class InternVLUTransformerBlock(GradientCheckpointingLayer):
         streams = {"img": (latents, layout.latents_of), "txt": (states, layout.states_of)}
         changes: dict[str, tuple[torch.Tensor, ...]] = {}
         for name, (_, samples) in streams.items():
+            # (K, 6 D) of the samples → six of (1, tokens, D)
             changes[name] = self.get_submodule(f"{name}_mod")(times).index_select(0, samples)[None].chunk(6, dim=-1)
         shown = [_modulated(tokens, *changes[name][:2]) for name, (tokens, _) in streams.items()]
         found = []
@@ -187,6 +193,7 @@ class LastNorm(nn.Module):
 
     def forward(self, tokens: torch.Tensor, times: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         """(1, tokens, D), whose samples are (tokens,) of (K, D) embedded noise levels."""
+        # The scale comes first here, unlike in the blocks, as in the released weights.
         scale, shift = self.linear(F.silu(times)).index_select(0, samples)[None].chunk(2, dim=-1)
         exact = torch.promote_types(tokens.dtype, torch.float32)
         return _modulated(tokens.to(exact), shift.to(exact), scale.to(exact)).to(tokens.dtype)
@@ -243,7 +250,9 @@ class PictureTransformer(nn.Module):
         for block in self.transformer_blocks:
             tokens, others = block(tokens, others, embedded, layout)
         firsts = [piece[:, :count] for piece, count in zip(tokens.split(layout.latents, 1), drawn, strict=True)]
-        kept = torch.cat(firsts, dim=1) if firsts else tokens
+        kept = tokens
+        if firsts:
+            kept = torch.cat(firsts, dim=1)
         # States of the last block lead nowhere. They count for nothing here, so that every parameter has gradients.
         made = self.proj_out(self.norm_out(kept, embedded, samples_of(drawn, kept.device))) + 0 * others.sum()
         return self._released(made[0], back=True)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -137,6 +138,7 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
                 seen = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
                 is_seen = input_ids.eq(self.picture_placeholder).flatten()
                 if drawn_places is not None:
+                    # Places of drawn pictures have the same token.
                     is_seen = is_seen.index_fill(0, drawn_places, value=False)
                 inputs_embeds = with_media(inputs_embeds, is_seen.view(*input_ids.shape), seen)
             if drawn_pixel_values is not None and drawn_places is not None:
@@ -153,8 +155,9 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output = JanusProOutput(logits=self.lm_head(hidden[:, kept]), past_key_values=outputs.past_key_values)
+        output = JanusProOutput(
+            logits=self.lm_head(hidden[:, kept_tokens(logits_to_keep)]), past_key_values=outputs.past_key_values
+        )
         if codes_M is not None and drawn_places is not None:
             in_front = hidden.flatten(0, 1).index_select(0, drawn_places - 1)
             output.code_logits, output.code_targets = self.model.generation_head(in_front), codes_M

@@ -72,7 +72,9 @@ class KimiK3TextConfig(KimiLinearConfig):  # type: ignore[misc]
         self.activation_situ_beta = float(kwargs.pop("activation_situ_beta", None) or 4.0)
         self.activation_situ_linear_beta = float(kwargs.pop("activation_situ_linear_beta", None) or 25.0)
         lower = linear.get("gate_lower_bound", kwargs.pop("linear_gate_lower_bound", -5.0))
-        self.linear_gate_lower_bound = None if lower is None else float(lower)
+        if lower is not None:
+            lower = float(lower)
+        self.linear_gate_lower_bound: float | None = lower
         if "kda_layers" in linear and kwargs.get("layer_types") is None:
             # Counted from 1. A file whose num_hidden_layers was lowered may name more layers than there are.
             kinds = ("full_attention", "linear_attention")

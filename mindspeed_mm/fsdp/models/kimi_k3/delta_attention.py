@@ -70,10 +70,14 @@ def recurrent_kimi_delta_attention(
     outputs = []
     for t in range(q.shape[1]):
         state = state * g[:, t, :, :, None].exp()
+        # What the state says of this key, after it has forgotten, is replaced by the value.
         missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * missing)[:, :, None]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, dim=1).to(dtype), state if output_final_state else None
+    joined = torch.stack(outputs, dim=1).to(dtype)
+    if output_final_state:
+        return joined, state
+    return joined, None
 
 
 def chunk_kimi_delta_attention(
@@ -121,8 +125,10 @@ def chunk_kimi_delta_attention(
         new = values[:, :, n] - from_state[:, :, n] @ state
         outputs.append(asking[:, :, n] @ state + of_queries[:, :, n] @ new)
         state = state * left[:, :, n].exp().transpose(2, 3) + written[:, :, n] @ new
-    joined = torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2)
-    return joined.to(dtype), state if output_final_state else None
+    joined = torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(dtype)
+    if output_final_state:
+        return joined, state
+    return joined, None
 
 
 def _in_fp32(*tensors: torch.Tensor, unit_length: bool) -> list[torch.Tensor]:
@@ -158,7 +164,9 @@ def _decayed_products(rows: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor
         own = slice(start, start + BLOCK)
         first = kept[..., start : start + 1, :]
         near = rows[..., own, :] * (kept[..., own, :] - first).exp()
-        seen = slice(0, start + BLOCK) if safe_gate else slice(0, start)
+        seen = slice(0, start)
+        if safe_gate:
+            seen = slice(0, start + BLOCK)
         line = near @ (keys[..., seen, :] * (first - kept[..., seen, :]).exp()).transpose(-1, -2)
         if not safe_gate:
             apart = (kept[..., own, None, :] - kept[..., None, own, :]).clamp(max=0).exp()
@@ -240,7 +248,9 @@ class KimiK3DeltaAttention(KimiLinearDeltaAttention):  # type: ignore[misc]
         mixed = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
         parts = self._convolved(torch.cat(mixed, dim=-1).transpose(1, 2), cache_params).split(self.qkv_dim, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+        state = None
+        if cache_params is not None:
+            state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
         asked: JsonObject = {
             "g": self.forget_gate(hidden_states),
             "beta": torch.sigmoid(self.b_proj(hidden_states).float()),
@@ -260,7 +270,9 @@ class KimiK3DeltaAttention(KimiLinearDeltaAttention):  # type: ignore[misc]
     def _convolved(self, mixed_BCT: torch.Tensor, cache: Any) -> torch.Tensor:
         """(B, T, channels) out of (B, channels, T): each channel of a token with those of the tokens before it."""
         weight, tokens = self.conv1d.weight.squeeze(1), mixed_BCT.shape[2]
-        before = None if cache is None else cache.get_conv_state(self.layer_idx, state_idx=0)
+        before = None
+        if cache is not None:
+            before = cache.get_conv_state(self.layer_idx, state_idx=0)
         if before is not None and tokens == 1:
             mixed_BCT = causal_conv1d_update(mixed_BCT, before, weight=weight, bias=None, activation=self.activation)
             return mixed_BCT.transpose(1, 2)

@@ -221,7 +221,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def __init__(self, config: KimiK3TextConfig, layer_idx: int) -> None:
         super().__init__()
         self.is_linear = config.layer_types[layer_idx] == "linear_attention"
-        self.self_attn = (KimiK3DeltaAttention if self.is_linear else KimiK3Attention)(config, layer_idx)
+        attention: Any = KimiK3Attention
+        if self.is_linear:
+            attention = KimiK3DeltaAttention
+        self.self_attn = attention(config, layer_idx)
         if config.mlp_layer_types[layer_idx] == "sparse":
             self.block_sparse_moe = KimiK3MoE(config)
         else:
@@ -249,17 +252,23 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             past_key_values: Cache.
             kwargs: For the attention.
         """
-        sources = block_states if self.begins_block else (*block_states, hidden_states)
+        sources = block_states
+        if not self.begins_block:
+            sources = (*block_states, hidden_states)
         seen = over_depth(sources, self.self_attention_res_proj, self.self_attention_res_norm)
         cache = {"cache_params" if self.is_linear else "past_key_values": past_key_values}
         own = self.input_layernorm(seen)
         added = self.self_attn(hidden_states=own, attention_mask=attention_mask, **cache, **kwargs)
         if not self.is_linear:
             added = added[0]
-        hidden_states = added if self.begins_block else hidden_states + added
+        if not self.begins_block:  # else the sum of a new block begins with what this layer adds
+            added = hidden_states + added
+        hidden_states = added
         seen = over_depth((*block_states, hidden_states), self.mlp_res_proj, self.mlp_res_norm)
-        inner = self.mlp if hasattr(self, "mlp") else self.block_sparse_moe
-        return hidden_states + inner(self.post_attention_layernorm(seen))  # type: ignore[no-any-return]
+        normed = self.post_attention_layernorm(seen)
+        if hasattr(self, "mlp"):
+            return hidden_states + self.mlp(normed)  # type: ignore[no-any-return]
+        return hidden_states + self.block_sparse_moe(normed)  # type: ignore[no-any-return]
 
 
 # --- the text model ---------------------------------------------------------------------------------------------------
@@ -327,7 +336,9 @@ class KimiK3TextModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past = 0
+            if past_key_values is not None:
+                past = past_key_values.get_seq_length()
             position_ids = torch.arange(past, past + inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         masks = attention_mask
         if not isinstance(masks, dict):

@@ -51,8 +51,11 @@ class OnePerHead(ConversionOps):
         self, input_dict: Mapping[str, object], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         """Of one tensor; `config` is the model's."""
+        given: Any
         (given,) = input_dict.values()
-        tensor: torch.Tensor = given[0] if isinstance(given, list) else given
+        if isinstance(given, list):
+            given = given[0]
+        tensor: torch.Tensor = given
         text = kwargs["config"].text_config
         if self.cuts:
             return {target_patterns[0]: tensor.flatten()[: text.linear_num_heads]}
@@ -70,6 +73,7 @@ def conversion_rules() -> list[Any]:
     own = r"\.self_attn\.forget_gate\.A_log"
     rules.append(WeightConverter(r"\.self_attn\.A_log", own, operations=[OnePerHead()]))
     heads = [rf"\.attn\.{name}_proj\.weight" for name in "qkv"]
+    # Rotary pairs are neighbours in the release, and halves of a head in transformers.
     turned = PermuteForRope(subconfig_key="vision_config", permute_layer_names=["q_proj", "k_proj"])
     rules.append(WeightConverter(r"\.wqkv\.weight", heads, operations=[Chunk(dim=0), turned]))
     convolutions = [rf"\.self_attn\.{name}_conv1d\.weight" for name in "qkv"]

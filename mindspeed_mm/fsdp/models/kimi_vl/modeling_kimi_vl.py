@@ -45,6 +45,7 @@ class KimiVLConfig(Kimi_K25Config):
         if isinstance(text_config, Mapping):
             text_config = _TEXT_DEFAULTS | dict(text_config)
         self.media_placeholder_token_id = media_placeholder_token_id
+        # -1: no token stands for a video.
         own = {"image_token_id": media_placeholder_token_id, "video_token_id": -1, "tie_word_embeddings": False}
         super().__init__(text_config=text_config, vision_config=vision_config, **own | kwargs)
 
@@ -70,6 +71,7 @@ def tell_transformers() -> None:
     rules: list[Any] = [WeightRenaming(f"^{released}", own) for released, own in _NAMES.items()]
     for kind in ("weight", "bias"):
         parts = [rf"\.attn\.{name}_proj\.{kind}" for name in "qkv"]
+        # Rotary pairs are neighbours in the release, and halves of a head in transformers.
         turned = PermuteForRope(subconfig_key="vision_config", permute_layer_names=["q_proj", "k_proj"])
         rules.append(WeightConverter(rf"\.wqkv\.{kind}", parts, operations=[Chunk(dim=0), turned]))
     register_checkpoint_conversion_mapping(KimiVLConfig.model_type, rules, overwrite=True)

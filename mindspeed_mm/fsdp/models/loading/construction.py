@@ -71,7 +71,9 @@ def resolve_class(model_args: ModelArguments) -> tuple[object, object]:
 
 def _registered(model_id: str) -> Any:
     entry = model_register.get(model_id)
-    return entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
+    if isinstance(entry, type):
+        return entry
+    return entry()  # a function puts off a heavy import
 
 
 def _check_trains(model_class: type, config: object, folder: Path) -> None:
@@ -113,7 +115,9 @@ def override_config(config: object, overrides: Mapping[str, object]) -> None:
     """Set dotted settings of a configuration. Raises `ConfigError` for one that it does not have."""
     for name, value in overrides.items():
         section, _, last = name.rpartition(".")
-        target = attribute_at(config, section) if section else config
+        target = config
+        if section:
+            target = attribute_at(config, section)
         if not has_all(target, last):
             raise ConfigError("the model's configuration has no such setting", key=name)
         setattr(target, last, value)
@@ -167,7 +171,9 @@ def _construct_transformers(
     registered_here = options["attn_implementation"] == "mm_varlen"
     if registered_here:
         # A name of ours is known to a built model only.
-        by_library = "eager" if attribute_at(model_class, "needs_own_attention", False) else "sdpa"
+        by_library = "sdpa"
+        if attribute_at(model_class, "needs_own_attention", False):
+            by_library = "eager"
         options = options | {"attn_implementation": by_library}
     with parameters_on_meta(), no_init_weights():
         if model_args.model_id is None:
@@ -271,7 +277,9 @@ def changed(before: Mapping[str, object], after: Mapping[str, object]) -> JsonOb
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, Mapping):
-            section = changed(old if isinstance(old, Mapping) else {}, value)
+            if not isinstance(old, Mapping):
+                old = {}
+            section = changed(old, value)
             if section:
                 found[key] = section
         elif isinstance(value, _PLAIN) and (key not in before or value != old):
@@ -307,5 +315,7 @@ def _merged(config: Mapping[str, object], values: Mapping[str, object]) -> JsonO
     whole = dict(config)
     for key, value in values.items():
         old = whole.get(key)
-        whole[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        whole[key] = value
     return whole

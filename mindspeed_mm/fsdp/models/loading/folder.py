@@ -238,6 +238,7 @@ def _check_shares(config: Mapping[str, object], path: Path, section: str) -> Non
     """Refuse sizes that are sound alone and impossible together."""
     heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     what = key = ""
+    # `type`, not `isinstance`: true and false are ints, too.
     if type(heads) is int and type(key_heads) is int and heads % key_heads:
         key = "num_key_value_heads"
         what = f"{heads} attention heads cannot be shared among {key_heads} key-value heads"

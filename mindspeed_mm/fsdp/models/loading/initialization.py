@@ -200,7 +200,7 @@ def _is_unset(module: nn.Module) -> bool:
 
 def _derive(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(digest[:8], "little") >> 1  # fits a signed 64-bit integer
 
 
 def _check_set(name: str, tensor: torch.Tensor) -> None:

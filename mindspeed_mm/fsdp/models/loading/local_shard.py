@@ -67,6 +67,7 @@ def local_pieces(parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, Region
 
 def _runs(parameter: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """Stretches along `dim`: (start in the local tensor, start in the full one, length)."""
+    # All places of the full tensor, cut as the plan cuts it: what is left are those of this rank.
     positions = torch.arange(parameter.shape[dim])
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:
@@ -115,7 +116,9 @@ def room_like(
             computation.
         size: Global; as the parameter's in all but the last dimension. None: the parameter's.
     """
-    size = torch.Size(size if size is not None else parameter.shape)
+    if size is None:
+        size = parameter.shape
+    size = torch.Size(size)
     own = list(local(parameter).shape)
     if size != parameter.shape:
         own[-1] = own[-1] * size[-1] // parameter.shape[-1]

@@ -86,7 +86,9 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in buffers:
             return tensor.to(buffer_device or device)
-        where = torch.device("cpu") if id(tensor) in waiting else device
+        where = device
+        if id(tensor) in waiting:
+            where = torch.device("cpu")
         if tensor.is_meta:
             return torch.empty_like(tensor, device=where)
         return tensor.to(where)

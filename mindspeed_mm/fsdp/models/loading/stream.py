@@ -226,7 +226,9 @@ def _stored_steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Co
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
     key_map: KeyMap | None = attribute_at(model, "key_map")
-    steps = [] if key_map is None else list(key_map.steps(stored))
+    steps: list[RuleMatch] = []
+    if key_map is not None:
+        steps += key_map.steps(stored)
     used = set(chain.from_iterable(step.sources for step in steps))
     for key, tensor in stored.items():
         if key not in used:  # goes by the same name in the model
@@ -326,6 +328,7 @@ def _copy(
     nonfinite: list[str] = []
     filled: dict[str, str] = {}
     for key, described in tensors.items():
+        # Also without a place for it here: where rank 0 reads for all, every rank takes part in each tensor.
         name, tensor = aliases.get(key, key), fetch(described)
         if name not in targets:
             continue

@@ -59,6 +59,7 @@ def all_linear(model: nn.Module) -> list[str]:
     Towers of images and sounds, and what joins them to the decoder, are left out. Of a generator: all of its
     transformer."""
     inside = _language_model(model)
+    # A shared weight with an adapter at one of its places could not be merged.
     left_out = [name.rpartition(".")[0] for group in shared_parameters(model) for name in group]
     left_out += [name for name, module in model.named_modules() if module is head_of(model) or is_router(model, name)]
     if facts_of(model).adapter is None:
@@ -86,7 +87,9 @@ def is_router(model: nn.Module, name: str) -> bool:
     experts = parent._modules.get("experts")
     if experts is None or not isinstance(layer, nn.Linear):
         return False
-    count = attribute_at(experts, "num_experts") if is_fused(experts) else _length(experts)
+    count = _length(experts)
+    if is_fused(experts):
+        count = attribute_at(experts, "num_experts")
     return layer.out_features in (1, count)
 
 

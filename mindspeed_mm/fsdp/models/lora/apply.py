@@ -53,6 +53,7 @@ def apply_lora(
     _check_kind(lora, targets)
     shapes = {name: weight_of(model.get_submodule(name)).shape for name in targets.layers}
     check_rank(lora.init_lora_weights, shapes, lora.rank)
+    # Before PEFT adds its levels: files name layers as the base model does.
     names = module_names(model)[1:]
     parameter_names = [name for name, _ in model.named_parameters()]
     frozen = inject_frozen(model, lora.frozen_adapters)
@@ -62,6 +63,7 @@ def apply_lora(
         model.get_submodule(name).requires_grad_(True)
     for name in targets.token_rows:
         model.get_parameter(name).requires_grad_(True)
+    # Behind all `requires_grad`: what is trained is kept in the masters' type, the rest is not.
     set_dtypes(model, param_dtype)
     if lora.quantize is not None:
         quantize_linears(model, lora.quantize)

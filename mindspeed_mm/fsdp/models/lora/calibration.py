@@ -83,6 +83,7 @@ class Covariance:
         """Add x·xᵀ over the tokens of each sample, (tokens, features); ranks are summed in `complete`."""
         for sample in samples:
             rows = sample.float()
+            # As PEFT scales: by the largest number, which need not be the largest magnitude.
             rows = rows / rows.max().abs()
             product = rows.T @ rows
             if self._sum is not None:
@@ -172,7 +173,9 @@ class Calibration:
         self._seen[inputs.data_ptr()] = (name, inputs)  # kept, so that no other tensor gets its memory meanwhile
         first = self._same.setdefault(name, name)
         if first not in self._statistics:
-            kind = Directions if self._initialisation == "eva" else Covariance
+            kind: type[Directions | Covariance] = Covariance
+            if self._initialisation == "eva":
+                kind = Directions
             self._statistics[first] = kind(self._layers[name].r[ADAPTER])
         self._statistics[first].add(self._samples(inputs))
 

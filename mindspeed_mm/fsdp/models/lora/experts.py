@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.fsdp.models.loading.local_shard import local
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.model_parts import has_all
@@ -79,14 +80,15 @@ class AdaptedForward:
                 own[wrapper.parameter_name] = adapted_weight(own[wrapper.parameter_name], wrapper)  # type: ignore[assignment, arg-type]
             yield
         finally:
-            own.update(kept)
+            own.update(kept)  # also after an error: sharding goes on with these
 
 
 def adapted_weight(weight: torch.Tensor, wrapper: ParamWrapper) -> torch.Tensor:
     """W + scale · B·A of the experts that this rank holds, a plain tensor."""
-    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    own = local(weight)
     a_ErI, b_EOr = factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.num_experts)
     mine = held_experts(weight, wrapper.num_experts)
+    # (experts here, O, r) and (experts here, r, I)
     first, second = b_EOr[mine].to(own.dtype), a_ErI[mine].to(own.dtype)
     if not wrapper._did_swap_in_out_features:  # the module keeps (E, inputs, outputs)
         first, second = second.transpose(1, 2), first.transpose(1, 2)

@@ -108,8 +108,9 @@ class AdapterFile:
         weights = _weights_file(path, key)
         read_header(weights)
         config = weights.parent / PEFT_CONFIG
-        settings = _peft_settings_of(config) if config.is_file() else _metadata_of(weights) or _alphas_of(weights)
-        return cls(weights, settings, key)
+        if config.is_file():
+            return cls(weights, _peft_settings_of(config), key)
+        return cls(weights, _metadata_of(weights) or _alphas_of(weights), key)
 
     def plain_keys(self) -> dict[str, str]:
         """Key without the prefix that all keys have, below `part` → key in the file."""
@@ -275,7 +276,9 @@ class StoredAdapter:
         """What B·A is multiplied by for a layer or a fused parameter."""
         rank = _by_pattern(self.rank_pattern, name, self.rank)
         alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+        if self.use_rslora:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
     def stored(self, key: str, reader: TensorReader) -> Stored:
         """One tensor of the file."""
@@ -329,7 +332,7 @@ def _copy_rows(stored: Stored, rows: Sequence[int], piece: torch.Tensor, region:
     (start, length), *others = region
     for number, row in enumerate(rows):
         if start <= row < start + length:
-            stored.copy_to(piece.narrow(0, row - start, 1), ((number, 1), *others))
+            stored.copy_to(piece.narrow(0, row - start, 1), ((number, 1), *others))  # row `number` of the file
 
 
 def _rows_trained(model: nn.Module) -> Mapping[str, Sequence[int]]:

@@ -63,7 +63,9 @@ def set_first_values(model: nn.Module, initialisation: bool | str, seed: int, fo
         seed: Of the run.
         folder: Of the base weights, which `loftq` compares with what became of them.
     """
-    drawn = initialisation if initialisation in (True, False, "gaussian") else True
+    drawn: bool | str = True
+    if initialisation in (False, "gaussian"):
+        drawn = initialisation
     ranks = _ranks(model)
     for name, parameter in model.named_parameters():
         layer, side = split_adapter_weight(name) or ("", MAGNITUDE)
@@ -99,6 +101,7 @@ def _start_loftq(model: nn.Module, folder: Path) -> None:
 def _loftq(stored: LazyTensor, layer: AdaptedLinear, packing: QuantizedLayout) -> Started:
     weight, rank = stored.read().float(), layer.r[ADAPTER]
     u, s, vh = torch.linalg.svd(weight - rounded(weight, packing), full_matrices=False)
+    # The forward pass multiplies B·A by the scale, so it is divided out of the singular values.
     root = (s[:rank] / layer.scaling[ADAPTER]).sqrt()
     return Started(root[:, None] * vh[:rank], u[:, :rank] * root)
 
@@ -236,6 +239,7 @@ def _drawn(
         return values
     if initialisation == "gaussian":
         return values.normal_(std=1 / (rank or shape[0]), generator=generator)
+    # With a = √5 its bound is 1 / √inputs.
     return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
 
 
@@ -243,7 +247,9 @@ def from_first_rank(layer: AdaptedLinear, make: Callable[[], Started]) -> Starte
     """What `make` gives on the first of the ranks that hold a part of the layer, on all of them: decompositions may
     differ in signs between machines, and every rank keeps a part."""
     parameter = layer.base_layer.weight
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    mesh = None
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
     is_first = mesh is None or not any(mesh.get_coordinate() or ())
     if is_first:
         a, b = make()

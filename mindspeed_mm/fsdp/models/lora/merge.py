@@ -86,6 +86,7 @@ def with_deltas(base: LazyTensor, deltas: Sequence[tuple[Delta, float]], dtype: 
         values = iter([tensor.to(widest) for tensor in read])
         weight = total = next(values)
         for delta, times in deltas:
+            # Of `weight`, not of `total`: each adapter adds what it would add to the base alone.
             total = total + times * delta.added(weight, *islice(values, len(delta.parts)))
         return total
 
@@ -124,7 +125,9 @@ def deltas_of_run(lora: LoraReport, trained: Mapping[str, LazyTensor], outline: 
 
     found = {}
     for layer in lora.targets:
-        magnitude = read(layer, MAGNITUDE) if lora.use_dora else None
+        magnitude = None
+        if lora.use_dora:
+            magnitude = read(layer, MAGNITUDE)
         found[f"{layer}.weight"] = Delta(read(layer, "A"), read(layer, "B"), lora.scale, magnitude)
     for name, layer, module in levels(outline, lora.parameters_targeted):
         strength = lora.strengths.get(name.rpartition(".")[2], Strength(lora.rank, lora.alpha))

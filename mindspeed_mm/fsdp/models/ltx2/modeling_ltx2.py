@@ -200,12 +200,16 @@ class LTX2Adapter(DiffusionAdapter):
         """As above: the files hold what the connectors are given. Real tokens stand behind the padding, some of which
         may have been left out of the file."""
         try:
-            seen = content["video_prompt_embeds"] if "video_prompt_embeds" in content else content["prompt_embeds"]
+            seen_key = "prompt_embeds"  # of both streams
+            if "video_prompt_embeds" in content:
+                seen_key = "video_prompt_embeds"
+            seen = content[seen_key]
             heard, mask = content.get("audio_prompt_embeds", seen), content["prompt_attention_mask"].bool()
             lacking = self.text_tokens - len(mask)
             mask = nn.functional.pad(mask, (lacking, 0))
             dtype = next(self._connectors.parameters()).dtype
             rows = [nn.functional.pad(each.to(dtype), (0, 0, lacking, 0))[None] for each in (seen, heard)]
+            # Added to scores, (1, 1, 1, L): 0 for real tokens, the lowest number for padding.
             hidden = (mask.to(dtype) - 1)[None, None, None] * torch.finfo(dtype).max
             (video, left), (audio, _) = (
                 connector(each, hidden)
@@ -240,12 +244,14 @@ class LTX2Adapter(DiffusionAdapter):
         """Tokens of pictures and of sound. With a first frame, pictures have a time for each token, 0 where the frame
         is given. Positions are in seconds, by the clip's own rate."""
         inputs, heard = super().inputs(noisy, sigma, batch, guidance), self._heard(noisy, batch)
-        time = inputs["timestep"]
+        time = of_pictures = inputs["timestep"]
+        if self.task in _FROM_A_FRAME:
+            of_pictures = self.token_times(time, tuple(noisy.shape))
         frames, height, width = self.geometry.grid(tuple(noisy.shape))
         rates = [rate or self.usage.fps for rate in batch.get("fps", [0.0] * len(noisy))]
         return inputs | {
             "audio_hidden_states": _pack_sound(heard).transpose(1, 2),
-            "timestep": self.token_times(time, tuple(noisy.shape)) if self.task in _FROM_A_FRAME else time,
+            "timestep": of_pictures,
             "audio_timestep": time,
             "sigma": time,
             "num_frames": frames,

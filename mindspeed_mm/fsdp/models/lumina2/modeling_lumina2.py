@@ -71,6 +71,7 @@ class Lumina2Adapter(DiffusionAdapter):
                     caption, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
                 )
             else:
+                # As the pipeline reads a negative prompt: without the system prompt.
                 embeds, mask = pipeline._get_gemma_prompt_embeds(
                     prompt=[caption], device=device, max_sequence_length=self.text_tokens
                 )
@@ -80,6 +81,7 @@ class Lumina2Adapter(DiffusionAdapter):
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Time is 1 − σ."""
         inputs = super().inputs(noisy, sigma, batch, guidance)
+        # The time runs from noise at 0 to data at 1.
         return inputs | {"timestep": 1 - sigma, "encoder_attention_mask": batch[MASK].bool()}
 
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:

@@ -50,11 +50,13 @@ class _FrameAttention(nn.Module):
 
     def forward(self, hidden_ND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         parts = [proj(hidden_ND).unflatten(1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (part.transpose(0, 1)[None] for part in parts)
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)  # (1, heads, N, width)
         q, k = (each * cos + torch.cat([-each.chunk(2, -1)[1], each.chunk(2, -1)[0]], -1) * sin for each in (q, k))
         frames, mask = len(hidden_ND), None
         if self.window > 0 or self.causal:
-            reach = self.window + 1 if self.window > 0 else frames
+            reach = frames
+            if self.window > 0:
+                reach = self.window + 1  # `window` others, and the frame itself
             mask = window_mask(frames, frames, reach, hidden_ND.device, two_way=not self.causal)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         output: torch.Tensor = self.out_proj(attended[0].transpose(0, 1).flatten(1))
@@ -114,9 +116,11 @@ class MiMoSoundEncoder(nn.Module):
         skipped: torch.Tensor | float = 0.0
         for number, layer in enumerate(self.layers, start=1):
             hidden = layer(hidden, turned.cos(), turned.sin())
-            skipped = hidden if number == self.skip else skipped
+            if number == self.skip:
+                skipped = hidden
         hidden = self.layer_norm(hidden + skipped)
         if self.pooled > 1:
+            # Zeros fill up the last pool, so that no frame is lost.
             filled = F.pad(hidden, (0, 0, 0, -len(hidden) % self.pooled))
             hidden = self.down_sample_norm(F.gelu(self.down_sample_layer(filled.T[None]))[0].T)
         return self._codes(hidden)
@@ -126,6 +130,7 @@ class MiMoSoundEncoder(nn.Module):
         codes = []
         for layer in self.quantizer.vq.layers:
             table = layer._codebook.embed
+            # |h − t|² without |h|², which is the same for all rows of the table.
             distances = table.square().sum(1) - 2 * hidden_ND @ table.T
             codes.append(distances.argmin(dim=1))
             hidden_ND = hidden_ND - table[codes[-1]]
@@ -225,6 +230,7 @@ class MiMoV2FeatureExtractor(SequenceFeatureExtractor):
 
     def _of_one(self, samples: torch.Tensor) -> torch.Tensor:
         encoder, settings = self._encoder
+        # Cut behind the spectrum, so that windows of frames reach over the cuts.
         pieces = log_spectrum(samples, settings).split(self.segment_size)
         codes = torch.cat([encoder(piece) for piece in pieces])
         return torch.cat([codes, codes[-1:].expand(-len(codes) % self.group_size, -1)]).clone()

@@ -241,6 +241,7 @@ def _text_settings(released: JsonMapping) -> JsonObject:
     settings = {name: released[name] for name in _TEXT if name in released}
     if not settings:
         return settings
+    # 1 for a layer with a window, and for one with routed experts.
     kinds, routed = released["hybrid_layer_pattern"], released["moe_layer_freq"]
     if released.get("swa_num_key_value_heads") != 2 * settings["num_key_value_heads"]:
         raise ValueError("swa_num_key_value_heads is not twice num_key_value_heads, as it is in the released model")

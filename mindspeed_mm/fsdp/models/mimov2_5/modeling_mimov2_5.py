@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
+from mindspeed_mm.fsdp.models.forward_arguments import kept_tokens
 from mindspeed_mm.fsdp.models.mimov2_5.configuration_mimov2_5 import MiMoV2AudioConfig, MiMoV2Config
 from mindspeed_mm.fsdp.models.mimov2_5.processing_mimov2_5 import MiMoV2Processor
 from mindspeed_mm.fsdp.models.mimov2_5.vision import MiMoVisionTransformer
@@ -66,6 +67,7 @@ class MiMoV2Attention(MiMoV2FlashAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = self.qkv_proj(hidden_states).split(self.widths, dim=-1)
         query, key = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k))
+        # Values are scaled before they are cached.
         value = v.unflatten(-1, (-1, self.v_head_dim)).transpose(1, 2) * self.v_scale
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
@@ -145,6 +147,7 @@ class MiMoV2FurtherHeads(nn.Module):
         """(B, L, H) for each depth; arguments as `MultiTokenHeads` takes them."""
         found = []
         for layer in self.layers:
+            # Each depth sees one token further; behind the last one stand zeros.
             embeddings_BLH = torch.cat([embeddings_BLH[:, 1:], torch.zeros_like(embeddings_BLH[:, :1])], dim=1)
             hidden_BLH = layer(embeddings_BLH, hidden_BLH, **arguments)
             found.append(hidden_BLH)
@@ -163,7 +166,7 @@ class MiMoLocalTransformer(Qwen2Model):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        del self.embed_tokens
+        del self.embed_tokens  # codes have a table for each codebook instead
 
     @override
     def forward(self, frames_GND: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -310,6 +313,7 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
                 key="model.model_name_or_path",
                 way_out="Take config.json and audio_tokenizer of one version of the model.",
             )
+        # (groups, frames of a group, codebooks): the sum over codebooks is what a frame is.
         codes_GNC = audio_codes[:, : settings.audio_channels].unflatten(0, (-1, settings.group_size))
         frames = torch.stack([table(codes_GNC[..., n]) for n, table in enumerate(self.speech_embeddings)]).sum(0)
         return BaseModelOutputWithPooling(pooler_output=self.audio_encoder(frames))
@@ -372,8 +376,7 @@ class MiMoV2ForCausalLM(MiMoV2FlashPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = self.lm_head(outputs.last_hidden_state[:, kept_tokens(logits_to_keep)])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)

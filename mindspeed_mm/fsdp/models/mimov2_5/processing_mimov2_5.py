@@ -119,6 +119,7 @@ class MiMoV2Processor(ProcessorMixin):
         """Minutes and seconds in front of the tokens of each patch of frames, all of it between marks."""
         time, height, width = video_inputs["video_grid_thw"][video_idx].tolist()
         metadata, deep = video_inputs["video_metadata"][video_idx], self.video_processor.temporal_patch_size
+        # One time for each pair of frames: that of its first one.
         seconds = [index / (metadata.fps or 1.0) for index in metadata.frames_indices][::deep]
         tokens = self._words["video"] * (height * width // self.video_processor.merge_size**2)
         frame = f"{self._words['vision_start']}{tokens}{self._words['vision_end']}"

@@ -62,7 +62,9 @@ class MiMoVisionAttention(nn.Module):
             self.window = config.visual_token_window_size + 1
         self.qkv = nn.Linear(config.hidden_size, (self.heads[0] + 2 * self.heads[1]) * self.width)
         self.proj = nn.Linear(self.heads[0] * self.width, config.hidden_size)
-        self.sinks = nn.Parameter(torch.zeros(self.heads[0])) if config.use_sink and not sees_all else None
+        self.sinks = None
+        if config.use_sink and not sees_all:
+            self.sinks = nn.Parameter(torch.zeros(self.heads[0]))
 
     def forward(self, hidden: torch.Tensor, patches: Patches) -> torch.Tensor:
         """(P, features) → the same."""
@@ -83,7 +85,7 @@ class MiMoVisionAttention(nn.Module):
             cu_seq_lens_q=patches.borders,
             max_length_q=patches.longest,
         )
-        output: torch.Tensor = self.proj(attended[0, :, :, : self.width].flatten(1))
+        output: torch.Tensor = self.proj(attended[0, :, :, : self.width].flatten(1))  # without the added features
         return output
 
     def _with_sinks(
@@ -92,6 +94,7 @@ class MiMoVisionAttention(nn.Module):
         """Heads get more features: the sink in queries, and 1 in the keys of first patches, so that any kernel adds it
         to their scores. Values become as wide, as kernels want it."""
         assert self.sinks is not None
+        # Attention divides scores by √D: times √D, the sink is added as it is.
         scores = (self.sinks.to(q.dtype) * self.width**0.5).view(1, -1, 1, 1).expand(1, -1, len(firsts_P), 1)
         marks = firsts_P.to(k.dtype).view(1, 1, -1, 1).expand(1, k.shape[1], -1, 1)
         rest = (0, _SINK_FEATURES - 1)
@@ -227,12 +230,14 @@ class MiMoVisionTransformer(PreTrainedModel):
         rows = self._patches(grids, torch.arange(len(order)), hidden.device)
         columns = self._patches(grids, order, hidden.device)
         to_columns, to_rows = (each.to(hidden.device) for each in (order, order.argsort()))
+        # By `by_column`: what blocks are told of the patches, and the order that leads there from the other one.
+        arranged = ((rows, to_rows), (columns, to_columns))
         by_column = False
         for kind, block in zip(self.config.vit_window_attn_types, self.blocks, strict=True):
             if (kind == _COLUMNS) != by_column:
                 by_column = not by_column
-                hidden = _reordered(hidden, to_columns if by_column else to_rows, unit)
-            hidden = block(hidden, columns if by_column else rows)
+                hidden = _reordered(hidden, arranged[by_column][1], unit)
+            hidden = block(hidden, arranged[by_column][0])
         if by_column:
             hidden = _reordered(hidden, to_rows, unit)
         output: torch.Tensor = self.merger(hidden)
@@ -243,6 +248,7 @@ class MiMoVisionTransformer(PreTrainedModel):
         merge, width = self.config.spatial_merge_size, self.config.qk_channels
         places = torch.cat([_places(grid, merge) for grid in grids])
         speeds = 1 / _THETA ** (torch.arange(0, width // 2, 2) / (width // 2))
+        # (P, 2, D / 4) → (P, D / 2): speeds of the row, then of the column.
         angles = (_reordered(places, order, merge**2)[:, :, None] * speeds).flatten(1)
         turned = torch.cat([angles, angles], dim=1).to(device)
         sizes = list(chain.from_iterable([height * across] * time for time, height, across in grids))

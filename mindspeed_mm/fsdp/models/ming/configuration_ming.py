@@ -94,6 +94,7 @@ class BailingMoeConfig(PreTrainedConfig):
         self.image_patch_token = image_patch_token
         self.layer_types = ["full_attention"] * num_hidden_layers
         self.counts_media = rope_scaling is not None
+        # All frequencies turn by the first of three positions, which counts tokens.
         sections = [self.head_dim // 2, 0, 0]
         if rope_scaling is not None:
             if rope_scaling.get("type") != "3D":
@@ -150,12 +151,14 @@ class BailingAudioConfig(PreTrainedConfig):
             self.num_attention_heads, self.intermediate_size = sanm["attention_heads"], sanm["linear_units"]
             self.hidden_act, self.layer_norm_eps = "relu", 1e-12
             self.attention_dropout, self.hidden_dropout = sanm["attention_dropout_rate"], sanm["dropout_rate"]
-            if sanm.get("sanm_shfit", 0) != 0:
+            if sanm.get("sanm_shfit", 0) != 0:  # FunASR spells it so
                 raise ValueError(f"audio_encoder_config_sanm.sanm_shfit is {sanm['sanm_shfit']}; known is 0")
-        elif kwargs:
+        elif kwargs:  # with none at all, transformers makes one to compare others with
             raise ValueError("audio_config has neither whisper_encoder_config nor audio_encoder_config_sanm")
-        self.ds_kernel_size = ds_kernel_size or (3 if given is not None else 1)
-        self.ds_stride = ds_stride or (2 if given is not None else 1)
+        size, stride = 1, 1
+        if given is not None:
+            size, stride = 3, 2  # the step to the text halves Whisper's frames
+        self.ds_kernel_size, self.ds_stride = ds_kernel_size or size, ds_stride or stride
         self.norm_query_embeds = norm_query_embeds
         # What transformers' block of Whisper calls them.
         self.d_model = getattr(self, "hidden_size", 0)

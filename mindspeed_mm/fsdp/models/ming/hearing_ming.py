@@ -57,6 +57,7 @@ class MingWhisper(_Encoder):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:
+            # Whisper's table: sines in the first half, cosines in the second.
             places = torch.arange(self.config.positions, dtype=torch.float64)[:, None]
             half = self.config.hidden_size // 2
             angles = places * torch.exp(-math.log(_SLOWEST) / (half - 1) * torch.arange(half, dtype=torch.float64))
@@ -79,9 +80,10 @@ class MingWhisper(_Encoder):
                 way_out="Cut it into pieces or drop the row.",
             )
         real, dtype = input_features_mask.bool(), self.conv1.weight.dtype
+        # Zeros behind a sound's end before each convolution, as if it were alone in its batch.
         hidden = F.gelu(self.conv1((input_features.to(dtype) * real[..., None]).transpose(1, 2)))
         hidden = F.gelu(self.conv2(hidden * real[:, None])).transpose(1, 2)
-        real = real[:, ::2]
+        real = real[:, ::2]  # with padding 1, output i is centred on frame 2 i
         hidden = hidden + self.positional_embedding[:frames].to(dtype)
         mask = self._mask(hidden, real)
         for block in self.blocks:
@@ -109,6 +111,7 @@ class MingSanm(_Encoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(N, F, features) → (N, F, W) and which frames are real. Arguments as of `MingWhisper`."""
         real = input_features_mask.bool()
+        # Scaled by the inner width, not by that of the features, as in FunASR.
         hidden = input_features.to(self.after_norm.weight.dtype) * self.config.hidden_size**0.5
         hidden = hidden + _places(hidden)
         mask = self._mask(hidden, real)
@@ -154,5 +157,6 @@ class SoundProjection(nn.ModuleList):
         hidden = first((hidden * real[..., None]).transpose(1, 2)).transpose(1, 2)
         for layer in others:
             hidden = layer(hidden)
+        # Length of a convolution's output, of each sound by itself.
         counts = (real.sum(1) - self.size + 2 * (self.size // 2)) // self.stride + 1
         return hidden, torch.arange(hidden.shape[1], device=hidden.device) < counts[:, None]

@@ -56,6 +56,7 @@ class ModalityRouter(nn.Module):
             kinds: (T,) as `mm_token_type_ids` has them; None: all are text.
         """
         of_all = torch.cat([self.get_parameter(name) for name in self._names])  # one product, whatever a batch holds
+        # (T, routers, E): in the order of `_names`, which `gates` counts.
         logits_TGE = F.linear(hidden, of_all).unflatten(1, (len(self._names), -1))
         gates = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
         if kinds is not None and len(self._names) > 1:
@@ -89,7 +90,9 @@ class BailingMoeBlock(nn.Module):
             kinds: (B, L) as `mm_token_type_ids` has them; None: all are text.
         """
         rows = hidden.flatten(0, 1)
-        _, weights, numbers = self.gate(rows, None if kinds is None else kinds.flatten())
+        if kinds is not None:
+            kinds = kinds.flatten()
+        _, weights, numbers = self.gate(rows, kinds)
         routed = self.experts(rows, numbers, weights).view_as(hidden)
         if self.shared_experts is None:
             return routed
@@ -141,6 +144,7 @@ class BailingMoeModel(Qwen2_5_VLTextModel):
     }
 
     def __init__(self, config: BailingMoeConfig) -> None:
+        # Past Qwen2.5-VL's own constructor, which would build its layers.
         super(Qwen2_5_VLTextModel, self).__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BailingMoeDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
@@ -172,5 +176,6 @@ class ColumnNormHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(…, H) → (…, vocabulary)."""
+        # (1, H)
         lengths = self.weight.detach().norm(dim=0, keepdim=True) + 1e-7
         return F.linear(hidden, self.weight / lengths)

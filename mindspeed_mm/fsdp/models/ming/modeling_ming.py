@@ -178,14 +178,18 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
         for kind, grid in ((IMAGE, image_grid_thw), (VIDEO, video_grid_thw)):
             if grid is not None and self.config.llm_config.counts_media:
                 grids[kind] = iter(host_values(grid))
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         positions = torch.zeros(3, *input_ids.shape, dtype=torch.long)
         deltas = []
-        for row, (kinds, is_real) in enumerate(zip(mm_token_type_ids.cpu(), real.bool().cpu(), strict=True)):
+        for row, (kinds, is_real) in enumerate(zip(mm_token_type_ids.cpu(), attention_mask.bool().cpu(), strict=True)):
             found = list(_blocks(kinds[is_real].tolist(), grids, merge))
-            of_row = torch.cat(found, dim=1) if found else torch.zeros(3, 0, dtype=torch.long)
+            if not found:  # a row of padding alone
+                deltas.append(0)
+                continue
+            of_row = torch.cat(found, dim=1)
             positions[:, row, is_real] = of_row
-            deltas.append(int(of_row.max()) + 1 - of_row.shape[1] if found else 0)
+            deltas.append(int(of_row.max()) + 1 - of_row.shape[1])
         return positions.to(input_ids.device), torch.tensor(deltas, device=input_ids.device)[:, None]
 
     @override
@@ -195,8 +199,11 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
         """Positions (4, B, L) of a prompt: by tokens, then by time, height and width. What follows goes on."""
         by_tokens: torch.Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         cache = model_kwargs.get("past_key_values")
-        past = 0 if cache is None else cache.get_seq_length()
+        past = 0
+        if cache is not None:
+            past = cache.get_seq_length()
         ids, kinds = model_kwargs.get("input_ids", inputs_tensor), model_kwargs.get("mm_token_type_ids")
+        # Only words since the prompt: each is one further, so the prompt's difference still holds.
         if past and self._rope_deltas is not None and (kinds is None or not bool(kinds[:, past:].any())):
             return torch.cat([by_tokens[None], (by_tokens + self._rope_deltas)[None].expand(3, -1, -1)])
         three = by_tokens[None].expand(3, -1, -1)
@@ -286,6 +293,7 @@ def _blocks(kinds: list[int], grids: dict[int, Iterator[list[int]]], merge: int)
     while at < len(kinds):
         if kinds[at] in grids:
             time, height, width = next(grids[kinds[at]])
+            # `merge` × `merge` patches are one token
             ranges = [torch.arange(sides) for sides in (time, height // merge, width // merge)]
             block = torch.stack(torch.meshgrid(*ranges, indexing="ij")).flatten(1)
         else:
@@ -307,6 +315,7 @@ def _see_nothing(model: Any) -> torch.Tensor:
 
 
 def _hear_nothing(model: Any) -> torch.Tensor:
+    # Enough for one token, whichever encoder it is.
     frames = 4 * model.config.audio_config.ds_stride
     features = torch.zeros(1, frames, model.config.audio_config.features, device=current_device())
     return model.get_audio_features(features.to(model.audio.dtype), features.new_ones(1, frames).long())

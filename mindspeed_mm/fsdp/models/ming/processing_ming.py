@@ -114,7 +114,7 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
         if self.whisper_frontend_args is not None:
             bands = self.whisper_frontend_args["n_mels"]
             of_whisper = WhisperFeatureExtractor(feature_size=bands, sampling_rate=self.sampling_rate)
-            least = of_whisper.n_fft // 2 + 1
+            least = of_whisper.n_fft // 2 + 1  # half a window is mirrored at each border
             if len(samples) < least:
                 raise ValueError(f"{len(samples)} samples are fewer than the {least} that a frame needs")
             made = of_whisper(
@@ -123,10 +123,12 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
             return np.ascontiguousarray(made["input_features"][0].T)
         asked = self.wav_frontend_args
         times = {"frame_ms": asked.get("frame_length", 25), "shift_ms": asked.get("frame_shift", 10)}
+        # Kaldi's features are of samples that count to 2 ** 15.
         bands = log_mel(samples * 2.0**15, rate=self.sampling_rate, bands=asked["n_mels"], **times)
         if not len(bands):
             raise ValueError(f"the sound is shorter than a frame of {times['frame_ms']} ms")
         joined, step = asked.get("lfr_m", 1), asked.get("lfr_n", 1)
+        # (frames, lfr_m) numbers of bands: the middle one is the frame's own, borders are repeated.
         first = np.arange(0, len(bands), step)[:, None] + np.arange(joined) - (joined - 1) // 2
         frames = bands[first.clip(0, len(bands) - 1)].reshape(len(first), -1)
         if self.means is not None and self.scales is not None:
@@ -235,7 +237,10 @@ class BailingMMProcessor(ProcessorMixin):
             kinds, seen = [], 0
             for token in row if isinstance(row, list) else row.tolist():
                 seen = {self.image_token_id: 1, self.video_token_id: 2}.get(token, seen)
-                kinds.append(seen if token == patch else 3 * (token == heard))
+                if token == patch:
+                    kinds.append(seen)
+                else:
+                    kinds.append(3 * (token == heard))
             found.append(kinds)
         return found
 
@@ -265,7 +270,7 @@ def read_mean_and_scale(path: Path) -> tuple[list[float], list[float]]:
             if words and words[0] in ("<AddShift>", "<Rescale>"):
                 name = words[0]
             elif name and words and words[0] == "<LearnRateCoef>":
-                found[name] = [float(word) for word in words[3:-1]]
+                found[name] = [float(word) for word in words[3:-1]]  # <LearnRateCoef> 0 [ numbers ]
                 name = ""
         return found["<AddShift>"], found["<Rescale>"]
     except (OSError, ValueError, KeyError) as error:

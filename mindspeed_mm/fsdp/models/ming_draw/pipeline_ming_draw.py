@@ -90,6 +90,7 @@ def condition(reader: MingReader, queries: MingQueries, connector: Any, read: di
     positions, _ = reader.get_rope_index(ids, all_kinds, grid)
     states = reader.get_decoder()(inputs_embeds=embeds, mm_token_type_ids=all_kinds, position_ids=positions)
     last = scales[-1] ** 2
+    # The last square without the mark behind it.
     rows = queries.proj_in(states.last_hidden_state[:, -last - 1 : -1].to(queries.dtype))
     all_see_all = rows.new_zeros(1, 1, last, last)  # is added to the scores
     made = connector.model(inputs_embeds=rows.to(connector.dtype), attention_mask=all_see_all.to(connector.dtype))
@@ -108,10 +109,13 @@ def as_read(processor: Any, caption: str, picture: object | None, longest: int) 
     tokens = processor.tokenizer(caption, add_special_tokens=False)["input_ids"]
     if len(tokens) > longest:
         caption = processor.tokenizer.decode(tokens[:longest])
-    content: list[JsonObject] = [{"type": "image"}] if picture is not None else []
-    turn = {"role": "user", "content": [*content, {"type": "text", "text": caption}]}
+    content: list[JsonObject] = [{"type": "text", "text": caption}]
+    pictures: dict[str, Any] = {}
+    if picture is not None:
+        content.insert(0, {"type": "image"})
+        pictures["images"] = [picture]
+    turn = {"role": "user", "content": content}
     text = processor.apply_chat_template([turn], chat_template=CHAT_TEMPLATE, add_generation_prompt=True)
-    pictures = {} if picture is None else {"images": [picture]}
     return dict(processor(text=[text], return_tensors="pt", **pictures))
 
 
@@ -206,15 +210,16 @@ class MingDrawPipeline(DiffusionPipeline):  # type: ignore[misc]
         device, dtype, guides = self.vae.device, self.transformer.dtype, guidance_scale > 1
         (rows,) = self.encode_prompt(texts, image, max_sequence_length)
         rows = rows.to(device, dtype)
-        given: dict[str, Any] = {"encoder_hidden_states": torch.cat([rows, rows * 0]) if guides else rows}
+        if guides:
+            rows = torch.cat([rows, rows * 0])
+        given: dict[str, Any] = {"encoder_hidden_states": rows}
         if latents is None:
             channels, ratio = self.transformer.config.in_channels, self.vae_scale_factor
             latents = self._drawn((len(texts), channels, height // ratio, width // ratio), generator)
         latents = latents.to(device, torch.float32)
         if image is not None:
-            given["ref_hidden_states"] = (
-                self._latents_of(image, height, width).to(dtype).expand(len(given["encoder_hidden_states"]), -1, -1, -1)
-            )
+            source = self._latents_of(image, height, width).to(dtype)
+            given["ref_hidden_states"] = source.expand(len(rows), -1, -1, -1)
         self.scheduler.set_timesteps(num_inference_steps, device=device)
         for time in self.progress_bar(self.scheduler.timesteps):
             noisy = torch.cat([latents] * 2) if guides else latents

@@ -141,6 +141,7 @@ class MingImageTransformer(SD3Transformer2DModel):  # type: ignore[misc]
         """
         config, (height, width) = self.config, hidden_states.shape[-2:]
         context = self.mlp(encoder_hidden_states)
+        # (B, out) → (B, pooled_projection_dim): means of neighbouring features.
         pooled = context.mean(dim=1).unflatten(1, (config.pooled_projection_dim, -1)).mean(dim=2)
         times = self.time_text_embed(timestep, pooled)
         context = self.context_embedder(context)
@@ -157,6 +158,7 @@ class MingImageTransformer(SD3Transformer2DModel):  # type: ignore[misc]
             context, tokens = block(hidden_states=tokens, encoder_hidden_states=context, temb=times)
         made = self.proj_out(self.norm_out(tokens, times))[:, :own]
         side = config.patch_size
+        # (B, rows, columns, p, q, C) → (B, C, rows, p, columns, q)
         squares = made.view(len(made), height // side, width // side, side, side, self.out_channels)
         sample = squares.permute(0, 5, 1, 3, 2, 4).reshape(len(made), self.out_channels, height, width)
         if return_dict:

@@ -107,8 +107,7 @@ class _CodecTransformer(nn.Module):
     def __init__(self, values: JsonMapping, context: int) -> None:
         super().__init__()
         width, given, made = (int(values[name]) for name in ("d_model", "input_dimension", "output_dimension"))
-        self.input_proj = nn.Identity() if width == given else nn.Linear(given, width, bias=False)
-        self.output_proj = nn.Identity() if width == made else nn.Linear(width, made, bias=False)
+        self.input_proj, self.output_proj = _linear(given, width), _linear(width, made)
         sizes = int(values["num_heads"]), int(values["dim_feedforward"])
         period = float(values.get("max_period", 10_000))
         self.transformer: Any = nn.Module()
@@ -184,6 +183,12 @@ class _Quantizer(nn.Module):
         return self.output_proj(torch.stack(vectors).sum(dim=0))  # type: ignore[no-any-return]
 
 
+def _linear(given: int, made: int) -> nn.Module:
+    if given == made:
+        return nn.Identity()
+    return nn.Linear(given, made, bias=False)
+
+
 def _projection(given: int, made: int) -> nn.Module:
     if given == made:
         return nn.Identity()
@@ -248,7 +253,10 @@ def _parts(
         if each["module_type"] == "PatchedPretransform":
             count = int(each["patch_size"])
             parts.append(_Fold(count, is_apart=is_apart))
-            frames_per_s = frames_per_s * count if is_apart else frames_per_s / count
+            if is_apart:
+                frames_per_s *= count
+            else:
+                frames_per_s /= count
             continue
         for name, known in _KNOWN.items():
             if each.get(name, known) != known:

@@ -34,7 +34,9 @@ _IN_TIME = "Spatial2xTime2x3DDownsample"
 def _ratios(vae: Config) -> tuple[int, int]:
     """Of WF-VAE: 8, and 4 or 8 frames of a latent frame. The first wavelet and the second block halve both; whether the
     first block does, the configuration says."""
-    return 8, 8 if vae.get("l1_dowmsample_block") == _IN_TIME else 4
+    if vae.get("l1_dowmsample_block") == _IN_TIME:
+        return 8, 8
+    return 8, 4
 
 
 def latent_numbers(vae: ModelMixin) -> tuple[Numbers, Numbers]:
@@ -62,6 +64,7 @@ def masked_video(first_frame: torch.Tensor, frames: int) -> torch.Tensor:
         first_frame: (B, 3, 1, H, W) in −1..1.
         frames: Of the video.
     """
+    # A view of one frame: the video of black frames takes no memory before `cat`.
     black = torch.full_like(first_frame, -1.0).expand(-1, -1, frames - 1, -1, -1)
     return torch.cat([first_frame, black], dim=2)
 
@@ -132,6 +135,7 @@ class OpenSoraPlanAdapter(DiffusionAdapter):
         """The number of the step; i2v: the masked video and the mask stand behind the noisy channels."""
         hidden = noisy
         if "condition_latents" in batch:
+            # Channels in the order of the released weights: noisy latents, masked video, mask.
             condition = batch["condition_latents"].to(noisy.dtype)
             hidden = torch.cat([noisy, condition, given_frames(noisy, self.geometry.temporal_ratio)], dim=1)
         return super().inputs(hidden, sigma.long(), batch, guidance)

@@ -112,10 +112,10 @@ class OpenSoraPipeline(DiffusionPipeline):
             output_type: `np`, `pt` or `pil`.
             return_dict: Return a dictionary with `frames`.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+        texts = prompts = _listed(prompt, 1)
         is_guided = guidance_scale > 1
-        texts = negative + prompts if is_guided else prompts
+        if is_guided:
+            texts = _listed(negative_prompt, len(prompts)) + prompts
         device, dtype = self.text_encoder.device, self.transformer.dtype
         told = self._told(texts, max_sequence_length, dtype)
         if latents is None:
@@ -127,7 +127,8 @@ class OpenSoraPipeline(DiffusionPipeline):
             noisy = self._scaled(latents, time)
             if behind is not None:
                 noisy = torch.cat([noisy, behind.to(noisy.dtype)], dim=1)
-            noisy = torch.cat([noisy] * 2) if is_guided else noisy
+            if is_guided:
+                noisy = torch.cat([noisy] * 2)
             said = self.transformer(
                 hidden_states=noisy.to(dtype),
                 timestep=time.expand(len(noisy)),
@@ -135,19 +136,31 @@ class OpenSoraPipeline(DiffusionPipeline):
                 return_dict=False,
             )[0].to(latents.dtype)
             if is_guided:
+                # In the order of `texts`: negative prompts first.
                 without, asked = said.chunk(2)
                 said = self._guided(without, asked, guidance_scale)
             latents = self.scheduler.step(said, time, latents, generator=generator, return_dict=False)[0]
+        clips = self._clips(latents, output_type)
+        if return_dict:
+            return {"frames": clips}
+        return (clips,)
+
+    def _clips(self, latents: torch.Tensor, output_type: str) -> Any:
         ready = unstandardised(latents, *latent_numbers(self.vae)).to(self.vae.dtype)
         frames = self.vae.decode(ready, return_dict=False)[0]
-        clips = self.video_processor.postprocess_video(frames, output_type=output_type)
-        return {"frames": clips} if return_dict else (clips,)
+        return self.video_processor.postprocess_video(frames, output_type=output_type)
 
     @staticmethod
     def _noise(shape: tuple[int, ...], generator: Generators) -> torch.Tensor:
         if isinstance(generator, list):
             return torch.stack([torch.randn(shape[1:], generator=each) for each in generator])
         return torch.randn(shape, generator=generator)
+
+
+def _listed(texts: str | Sequence[str], count: int) -> list[str]:
+    if isinstance(texts, str):
+        return [texts] * count
+    return list(texts)
 
 
 class OpenSoraInpaintPipeline(OpenSoraPipeline):
@@ -221,8 +234,9 @@ class OpenSoraJointPipeline(OpenSoraPipeline):
         return told | {"pooled_projections": pooled.to(dtype)}
 
     def _begin(self, steps: int, noise: torch.Tensor) -> torch.Tensor:
-        levels = np.linspace(1.0, 0.0, steps + 1)[:-1]
+        levels = np.linspace(1.0, 0.0, steps + 1)[:-1]  # the scheduler appends the 0
         if self.config.linear_quadratic:
+            # These levels are final: a shift of the folder's scheduler would move them again.
             self.scheduler.set_shift(1.0)
             levels = linear_quadratic_levels(steps)
         self.scheduler.set_timesteps(sigmas=levels, device=noise.device)

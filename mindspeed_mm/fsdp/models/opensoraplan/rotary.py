@@ -39,7 +39,7 @@ def rotary_tables(
         steps = torch.arange(0, width, 2, device=like.device, dtype=exact) / width
         places = torch.arange(size, device=like.device, dtype=exact) / scale
         angles = torch.outer(places, _BASE**-steps).repeat(1, 2)
-        shape = [1, 1, 1, width]
+        shape = [1, 1, 1, width]  # angles vary along their own axis of the grid only
         shape[axis] = size
         parts.append(angles.view(shape).expand(*grid, width))
     angles = torch.cat(parts, dim=-1).flatten(0, 2)
@@ -48,9 +48,10 @@ def rotary_tables(
 
 def rotated(x_BLHD: torch.Tensor, tables: Tables, widths: Sequence[int]) -> torch.Tensor:
     """Queries or keys turned by their positions, in their own type."""
-    cos, sin = (table[:, None] for table in tables)
+    cos, sin = (table[:, None] for table in tables)  # (L, 1, D): the same for each head
     turned = []
     for part in x_BLHD.split(list(widths), dim=-1):
+        # The pairs that turn together are the halves of each axis's part, not neighbours.
         first, second = part.chunk(2, dim=-1)
         turned += [-second, first]
     return (x_BLHD * cos + torch.cat(turned, dim=-1) * sin).to(x_BLHD.dtype)

@@ -63,7 +63,10 @@ class SkiparseProcessor:
             attention_mask: (B, S or L) bool: False hides a key.
             image_rotary_emb: Positions of the tokens.
         """
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        source = encoder_hidden_states
+        if source is None:
+            source = hidden_states
+        # (B, L, heads, head width)
         query = attn.to_q(hidden_states).unflatten(2, (attn.heads, -1))
         key = attn.to_k(source).unflatten(2, (attn.heads, -1))
         value = attn.to_v(source).unflatten(2, (attn.heads, -1))
@@ -110,11 +113,13 @@ class SkiparseBlock(nn.Module):
             attention_mask: (B, L) bool of tokens of the whole video, of all ranks.
             encoder_attention_mask: (B, S) bool.
         """
+        # Each is (B, 1, width).
         modulation = (self.scale_shift_table + temb).unsqueeze(2).unbind(1)
         shift_seen, scale_seen, gate_seen, shift_out, scale_out, gate_out = modulation
         seen = self.norm1(hidden_states) * (1 + scale_seen) + shift_seen
         seen = self.attn1(seen, attention_mask=attention_mask, image_rotary_emb=image_rotary_emb)
         hidden_states = hidden_states + gate_seen * seen
+        # Neither normed nor gated: attention to the caption is not modulated by time.
         told = self.attn2(hidden_states, encoder_hidden_states, attention_mask=encoder_attention_mask)
         hidden_states = hidden_states + told
         out = self.ff(self.norm2(hidden_states) * (1 + scale_out) + shift_out)
@@ -130,6 +135,7 @@ class FramePatches(nn.Module):
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """Frames outermost, then rows, then columns."""
+        # (B · T, C, H, W) → (B · T, width, rows, columns)
         frames = self.proj(latents.transpose(1, 2).flatten(0, 1))
         return frames.flatten(2).unflatten(0, (len(latents), -1)).transpose(2, 3).flatten(1, 2)
 
@@ -230,7 +236,9 @@ class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
         blocks = []
         for at in range(num_layers):
             is_sparse = sparse1d and _FIRST_SPARSE <= at < _AFTER_SPARSE
-            sets = SkiparseSets(sparse_n, in_runs=at % 2 == 1) if is_sparse else _EVERY
+            sets = _EVERY
+            if is_sparse:  # the two ways of dealing tokens into sets take turns
+                sets = SkiparseSets(sparse_n, in_runs=at % 2 == 1)
             caption_width = cross_attention_dim or width
             blocks.append(SkiparseBlock(width, num_attention_heads, caption_width, activation_fn, norm_eps, sets))
         self.transformer_blocks = nn.ModuleList(blocks)
@@ -272,8 +280,11 @@ class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
         scales = (config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w)
         tables = rotary_tables(grid, thirds(config.attention_head_dim), tokens, scales)
         caption = self.caption_projection(encoder_hidden_states)
-        told = None if encoder_attention_mask is None else encoder_attention_mask.bool()
+        told = encoder_attention_mask
+        if told is not None:
+            told = told.bool()
         if attention_mask is not None:
+            # (B, T, rows, patch, columns, patch): a token counts if any of its positions does.
             of_patches = attention_mask.bool().unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
             attention_mask = of_patches.any(5).any(3).flatten(1)
         for block in self.transformer_blocks:

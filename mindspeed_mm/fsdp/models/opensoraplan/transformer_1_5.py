@@ -57,13 +57,16 @@ class StreamsNorm(nn.Module):
         super().__init__()
         self.linear = nn.Linear(conditions, 6 * width)
         self.norm = ExactLayerNorm(width, eps=eps)
-        self.norm_enc = ExactLayerNorm(width, eps=eps) if has_caption else None
+        self.norm_enc = None
+        if has_caption:
+            self.norm_enc = ExactLayerNorm(width, eps=eps)
 
     def forward(
         self, video: torch.Tensor, caption: torch.Tensor, temb: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(B, L, width), (B, S, width), and gates (B, width) in fp32 at least."""
         made = self.linear(F.silu(temb))
+        # Gates stay in fp32: they multiply what is added to the residual stream.
         shift, scale, gate, told_shift, told_scale, told_gate = made.to(
             torch.promote_types(made.dtype, torch.float32)
         ).chunk(6, dim=1)
@@ -109,6 +112,7 @@ class JointSkiparseProcessor:
             for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         ]
         widths = sixteenths(seen[0].shape[-1])
+        # The caption has no positions: only queries and keys of the video are turned.
         query = rotated(attn.norm_q(seen[0]), image_rotary_emb, widths)
         key = rotated(attn.norm_k(seen[1]), image_rotary_emb, widths)
         caption = (attn.norm_added_q(told[0]), attn.norm_added_k(told[1]), told[2])
@@ -116,7 +120,9 @@ class JointSkiparseProcessor:
             query, key, seen[2], caption, self.sets, self._kernel, encoder_attention_mask, attention_mask
         )
         out = attn.to_out[1](attn.to_out[0](video.flatten(2)))
-        return out, None if attn.context_pre_only else attn.to_add_out(of_caption.flatten(2))
+        if attn.context_pre_only:
+            return out, None
+        return out, attn.to_add_out(of_caption.flatten(2))
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=self._attention_backend)
@@ -153,7 +159,9 @@ class JointSkiparseBlock(nn.Module):
         )
         self.norm2 = StreamsNorm(width, conditions, eps, has_caption=not is_last)
         self.ff = FeedForward(width, activation_fn=activation, bias=False)
-        self.ff_enc = FeedForward(width, activation_fn=activation, bias=False) if has_two and not is_last else None
+        self.ff_enc = None
+        if has_two and not is_last:
+            self.ff_enc = FeedForward(width, activation_fn=activation, bias=False)
 
     def forward(
         self,
@@ -207,6 +215,7 @@ class StageJoint(nn.Linear):
     def reset_parameters(self) -> None:
         """The identity of the first half of what is given."""
         with torch.no_grad():
+            # The later stage is the first half of the input, so the diagonal passes it on.
             self.weight.zero_().fill_diagonal_(1.0)
             self.bias.zero_()
 
@@ -282,7 +291,9 @@ class OpenSoraT2V_v1_5(ModelMixin, ConfigMixin, PeftAdapterMixin):
                     )
                 )
             self.transformer_blocks.append(made)
-        joints = stages // 2 if skip_connection else 0
+        joints = 0
+        if skip_connection:
+            joints = stages // 2  # none into the middle stage
         self.skip_norm_linear = nn.ModuleList(_joint(width) for _ in range(joints))
         self.skip_norm_linear_enc = nn.ModuleList(_joint(width) for _ in range(joints))
         self.norm_final = ExactLayerNorm(width, eps=norm_eps)
@@ -317,14 +328,18 @@ class OpenSoraT2V_v1_5(ModelMixin, ConfigMixin, PeftAdapterMixin):
         video, caption = self.patch_embed(hidden_states), self.caption_projection(encoder_hidden_states)
         temb = self.time_text_embed(timestep, pooled_projections)
         tables = rotary_tables(grid, sixteenths(self.config.attention_head_dim), video)
-        told = None if encoder_attention_mask is None else encoder_attention_mask.bool()
+        told = encoder_attention_mask
+        if told is not None:
+            told = told.bool()
         if attention_mask is not None:
+            # (B, T, rows, patch, columns, patch): a token counts if any of its positions does.
             of_patches = attention_mask.bool().unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
             attention_mask = of_patches.any(5).any(3).flatten(1)
         kept: list[Streams] = []
         middle = len(self.transformer_blocks) // 2
         for stage, blocks in enumerate(self.transformer_blocks):
             if stage > middle and self.config.skip_connection:
+                # Last in, first out: the stage kept last is as sparse as this one.
                 video, caption = self._joined(stage - middle - 1, (video, caption), kept.pop())
             for block in blocks:
                 video, caption = block(video, caption, temb, tables, attention_mask, told)

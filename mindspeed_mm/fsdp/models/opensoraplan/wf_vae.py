@@ -88,6 +88,7 @@ class Encoder(nn.Module):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(B, 3, T, H, W) in −1..1 → (B, 2 · latents, T′, H / 8, W / 8)."""
         bands = self.wavelet_transform_in(frames)
+        # The low band of all colours stands in front, and is transformed again.
         bands_1 = self.wavelet_transform_l1(bands[:, :_COLOURS])
         bands_2 = self.wavelet_transform_l2(bands_1[:, :_COLOURS])
         made = torch.cat([self.down1(bands), self.connect_l1(bands_1)], dim=1)
@@ -144,6 +145,7 @@ class Decoder(nn.Module):
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """(B, C, T, H, W) → (B, 3, T′, 8H, 8W)."""
         made = self.mid(self.conv_in(latents))
+        # The last `flow` channels of each level are its low bands, which go around the next layers.
         low_2 = self.inverse_wavelet_transform_l2(self.connect_l2(made[:, -self.flow :]))
         made = self.up2(made[:, : -self.flow])
         low_1 = self.inverse_wavelet_transform_l1(low_band(self.connect_l1(made[:, -self.flow :]), low_2))
@@ -271,12 +273,16 @@ class WFVAEModel(ModelMixin, ConfigMixin):
     def _in_chunks(self, half: Encoder | Decoder, clip: torch.Tensor, size: int, looks_ahead: bool) -> torch.Tensor:
         """What an encoder or a decoder makes of a clip, of the whole at once or of chunks one by one."""
         frames = clip.shape[2]
-        made = []
-        for start, end in _chunks(frames, size) if self.uses_tiling else ((0, frames),):
+        made, chunks = [], [(0, frames)]
+        if self.uses_tiling:
+            chunks = list(_chunks(frames, size))
+        for start, end in chunks:
+            # One latent frame more: the chunk's last frames are interpolated towards it. Its own are cut off.
             more = looks_ahead and end < frames
             half.chunk.is_first, half.chunk.looks_ahead = start == 0, more
             part = half(clip[:, :, start : end + more])
             made.append(part[:, :, : part.shape[2] - self.temporal_ratio * more])
+        # The next clip begins anew, and none of this one's frames stay in memory.
         for module in half.modules():
             if isinstance(module, layers.Remembering):
                 module.past = None

@@ -59,6 +59,7 @@ class CausalConv3d(Remembering):
             self.past = frames[:, :, :1].expand(-1, -1, self.kernel - 1, -1, -1)
         assert self.past is not None
         frames = torch.cat([self.past, frames], dim=2)
+        # What the first window of the next chunk overlaps; cloned, since a view keeps the chunk.
         kept = self.settled(frames)
         self.past = kept[:, :, kept.shape[2] - (self.kernel - self.stride) :].clone()
         return self.conv(frames)
@@ -100,8 +101,9 @@ class ResnetBlock(nn.Module):
         """(B, C, T, H, W)."""
         made = self.conv1(F.silu(self.norm1(frames)))
         made = self.conv2(F.silu(self.norm2(made)))
-        around = self.nin_shortcut(frames) if hasattr(self, "nin_shortcut") else frames
-        return around + made
+        if hasattr(self, "nin_shortcut"):
+            frames = self.nin_shortcut(frames)
+        return frames + made
 
 
 def _conv(channels: int, out: int, chunk: Chunk | None, rate: int, kernel: int = 3) -> nn.Module:
@@ -122,6 +124,7 @@ class FrameAttention(nn.Module):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(B, C, T, H, W)."""
         seen = self.norm(frames)
+        # (B · T, 1, H · W, C): one head, and each frame by itself.
         q, k, v = (
             layer(seen).permute(0, 2, 3, 4, 1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
             for layer in (self.q, self.k, self.v)
@@ -178,12 +181,17 @@ class Spatial2xTime2x3DUpsample(Remembering):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(B, C, T, H, W): frames are interpolated between each other, and the first of a clip with none."""
         first, others = frames[:, :, : int(self.chunk.is_first)], frames[:, :, int(self.chunk.is_first) :]
-        before = others[:, :, :0] if self.chunk.is_first or self.past is None else self.past
+        before = others[:, :, :0]
+        if self.past is not None and not self.chunk.is_first:
+            before = self.past
         settled = self.settled(others)
-        self.past = (settled if settled.shape[2] else before)[:, :, -1:].clone()
+        if not settled.shape[2]:
+            settled = before
+        self.past = settled[:, :, -1:].clone()
         if others.shape[2]:
             others = torch.cat([before, others], dim=2)
             others = F.interpolate(others, scale_factor=(2.0, 1.0, 1.0), mode=self.interpolation)
+        # Without the two frames that the remembered one became: they came with the last chunk.
         frames = torch.cat([first, others[:, :, 2 * before.shape[2] :]], dim=2)
         return self.conv(F.interpolate(frames, scale_factor=(1.0, 2.0, 2.0), mode="trilinear"))
 
@@ -202,20 +210,23 @@ class HaarWavelet(nn.Module):
         plain = torch.ones(2)
         kernels = []
         for band in range(2**axes):
+            # Bits of a band's number, in the order of the released weights: of frames, height is the low bit.
             if axes == 3:
                 bits = (band & 4, band & 2, band & 1)
             else:
                 bits = (0, band & 1, band & 2)
             t, h, w = (signs if bit else plain for bit in bits)
             kernels.append(torch.einsum("i,j,k->ijk", t[: axes - 1], h, w))
-        factor = _HAAR_3D if axes == 3 else _HAAR_2D
+        factor = _HAAR_2D
+        if axes == 3:
+            factor = _HAAR_3D
         self.register_buffer("kernel", torch.stack(kernels)[:, None] * factor, persistent=False)
         self.chunk, self.is_in_time = chunk, axes == 3
 
     @property
     def stride(self) -> tuple[int, int, int]:
         """That of time, height and width."""
-        return (2 if self.is_in_time else 1, 2, 2)
+        return (1 + self.is_in_time, 2, 2)
 
 
 class HaarTransform(HaarWavelet):
@@ -224,6 +235,7 @@ class HaarTransform(HaarWavelet):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(B, C, T, H, W) → (B, bands · C, T′, H / 2, W / 2)."""
         if self.is_in_time and self.chunk.is_first:
+            # The first frame stands twice, so that 2k + 1 frames make k + 1 pairs.
             frames = torch.cat([frames[:, :, :1], frames], dim=2)
         bands = F.conv3d(frames.flatten(0, 1).unsqueeze(1), self.kernel.to(frames.dtype), stride=self.stride)
         return bands.unflatten(0, frames.shape[:2]).transpose(1, 2).flatten(1, 2)

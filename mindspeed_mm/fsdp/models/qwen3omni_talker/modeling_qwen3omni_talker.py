@@ -156,7 +156,9 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         text_TD = talker.text_projection(words_BLD).flatten(0, 1)
         # Also without media, so that its parameters have gradients on every rank.
         read_TD = text_TD.index_put((media_places,), talker.hidden_projection(seen_KD).to(text_TD.dtype))
-        sounds = None if feature_attention_mask is None else feature_attention_mask.sum(dim=1)
+        sounds = None
+        if feature_attention_mask is not None:
+            sounds = feature_attention_mask.sum(dim=1)
         position_ids, _ = talker.get_rope_index(
             input_ids, *grids, attention_mask, bool(use_audio_in_video), sounds, video_second_per_grid
         )
@@ -175,7 +177,9 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         kept: list[torch.Tensor] = []
 
         def keep(_layer: nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            kept.append(output if isinstance(output, torch.Tensor) else output[0])
+            if isinstance(output, tuple):
+                output = output[0]
+            kept.append(output)
 
         hook = _text_model(self.thinker).layers[-1].register_forward_hook(keep)
         try:

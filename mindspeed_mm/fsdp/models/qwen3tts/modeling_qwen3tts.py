@@ -63,8 +63,9 @@ class Qwen3TTSCodePredictor(nn.Module):
         self.model = Qwen3TTSPredictorModel(config, width)
         others = range(config.num_code_groups - 1)
         self.lm_head = nn.ModuleList(nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in others)
-        is_same = width == config.hidden_size
-        self.small_to_mtp_projection = nn.Identity() if is_same else nn.Linear(width, config.hidden_size)
+        self.small_to_mtp_projection: nn.Module = nn.Identity()
+        if width != config.hidden_size:
+            self.small_to_mtp_projection = nn.Linear(width, config.hidden_size)
 
 
 class Qwen3TTSTextProjection(nn.Module):
@@ -123,6 +124,7 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
         super().__init__(config)
         self.talker = Qwen3TTSTalker(config.talker_config)
         if config.tts_model_type == "base":
+            # Frozen here, so that no plan or optimizer takes it for trained.
             self.speaker_encoder = ECAPA_TimeDelayNet(config.speaker_encoder_config).requires_grad_(False)
         self.post_init()
 

@@ -153,6 +153,7 @@ class Qwen3TTSSpeechDecoder(nn.Module):
         """
         if codes.shape[1] != self.config.num_quantizers:
             raise ValueError(f"{codes.shape[1]} codebooks, and the decoder has {self.config.num_quantizers}")
+        # As in Mimi: the first codebook tells what is said, the others how it sounds.
         latent_BDN = self.quantizer["rvq_first"](codes[:, :1]) + self.quantizer["rvq_rest"](codes[:, 1:])
         blocks = self.pre_transformer
         hidden_BND = blocks(inputs_embeds=blocks.input_proj(self.pre_conv(latent_BDN).mT)).last_hidden_state
@@ -167,7 +168,7 @@ class Qwen3TTSSpeechDecoder(nn.Module):
         for start in range(0, codes.shape[-1], _CHUNK):
             context = min(start, _CONTEXT)
             made = self(codes[..., start - context : start + _CHUNK])
-            pieces.append(made[:, context * self.frame_samples :])
+            pieces.append(made[:, context * self.frame_samples :])  # the context comes out again
         return torch.cat(pieces, dim=1)
 
 

@@ -55,6 +55,7 @@ class QwenImageAdapter(DiffusionAdapter):
                 "image_rotary_emb": ((IMAGE, 0), (TEXT, 0)),
             }
         },
+        # In the order in which attention joins the two: captions first.
         attention={"*.attn": (TEXT, IMAGE)},
     )
     cut_points = CutPoints(
@@ -125,6 +126,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             width, height = fitted_size(*picture.size, self.seen_area or _LATENT_AREA)
             seen.append(pipeline.image_processor.resize(picture, height, width))
         found = []
+        # One by one: of several captions, the pipeline pads the shorter ones.
         for caption in captions:
             embeds, _ = pipeline.encode_prompt(caption, image=self._as_seen(seen), max_sequence_length=self.text_tokens)
             found.append({"prompt_embeds": embeds[0].clone()})
@@ -149,10 +151,9 @@ class QwenImageEditAdapter(QwenImageAdapter):
         found = []
         for picture in as_pil(pixels[:, :, 0]):
             width, height = fitted_size(*picture.size, _LATENT_AREA)
-            pixels = pipeline.image_processor.preprocess(
-                pipeline.image_processor.resize(picture, height, width), height, width
-            )
-            found.append(self.latents_of(pipeline.vae, pixels[:, :, None])[:, :, 0])
+            resized = pipeline.image_processor.resize(picture, height, width)
+            ready = pipeline.image_processor.preprocess(resized, height, width)
+            found.append(self.latents_of(pipeline.vae, ready[:, :, None])[:, :, 0])
         return torch.cat(found)
 
     @override
@@ -176,6 +177,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
         grids = [self.geometry.grid(tuple(source.shape)) for source in sources]
         return inputs | {
             "hidden_states": torch.cat([inputs["hidden_states"], *map(pack, sources)], dim=1),
+            # (frames, rows, columns) of the noise, then of each picture: positions are made of them.
             "img_shapes": [[*shapes, *grids] for shapes in inputs["img_shapes"]],
         }
 

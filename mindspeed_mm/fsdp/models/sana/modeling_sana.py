@@ -52,12 +52,14 @@ class SanaAdapter(DiffusionAdapter):
         return [{"prompt_embeds": self._caption_rows(pipeline, caption)} for caption in captions]
 
     def _caption_rows(self, pipeline: DiffusionPipeline, caption: str) -> torch.Tensor:
-        instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
+        instruction: Any = None
+        if caption:
+            instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
         embeds, mask, _, _ = pipeline.encode_prompt(
             [caption],
             do_classifier_free_guidance=False,
             max_sequence_length=self.text_tokens,
-            complex_human_instruction=instruction if caption else None,
+            complex_human_instruction=instruction,
         )
         return own_rows(embeds, mask)[0]
 
@@ -67,6 +69,7 @@ class SanaAdapter(DiffusionAdapter):
         inputs["timestep"] = inputs["timestep"] * self.transformer_config.get("timestep_scale", 1.0)
         if self.embeds_guidance:
             scale = self.transformer_config.get("guidance_embeds_scale", 0.1)
+            # Not 1000 times: the transformer has a scale of its own for guidance.
             inputs["guidance"] = torch.full_like(sigma, guidance) * scale
         return inputs
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.family_facts import layers_of
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import ReleaseUse
@@ -12,9 +10,6 @@ from mindspeed_mm.fsdp.models.diffusion.text_rows import EMBEDS, POOLED, UNGUIDE
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
-
-if TYPE_CHECKING:
-    pass
 
 
 @model_register.register("sd3")
@@ -68,11 +63,12 @@ class StableDiffusion3Adapter(DiffusionAdapter):
     )
     sizes = LatentSizes(16, positions=("pos_embed_max_size", 96))
     widths = {"in_channels": "vae", "joint_attention_dim": "text_encoder_3"}
+    # The pipeline returns negative features in the second place, which are not used.
     captions = CaptionRows((EMBEDS, "", POOLED), call={"prompt_2": None, "prompt_3": None, **UNGUIDED})
     text_inputs = {"encoder_hidden_states": EMBEDS, "pooled_projections": POOLED}
 
     def requirements(self) -> list[Requirement]:
         """Also both CLIP encoders' features side by side."""
         first, second = (self.setting(name, "projection_dim") for name in ("text_encoder", "text_encoder_2"))
-        both = first and second and first + second
+        both = first and second and first + second  # None where one of them is unknown
         return [*super().requirements(), Requirement("pooled_projection_dim", both, "text_encoder_2")]

@@ -68,6 +68,7 @@ class StepVLModel(Step3p7Model):
     config: StepVLConfig
 
     def __init__(self, config: StepVLConfig) -> None:
+        # Past `Step3p7Model.__init__`, which would build Step-3.7's text model.
         Step3p7PreTrainedModel.__init__(self, config)
         vision, text = config.vision_config, config.text_config
         self.vision_model = Step3p7VisionModel(vision)
@@ -143,6 +144,7 @@ class StepVLForConditionalGeneration(Step3p7ForConditionalGeneration):
     _no_split_modules: ClassVar[list[str]] = ["Step3p7VisionEncoderLayer", "Qwen3DecoderLayer"]
 
     def __init__(self, config: StepVLConfig) -> None:
+        # Past the constructor of the class above, which would build its own model.
         Step3p7PreTrainedModel.__init__(self, config)
         self.model = StepVLModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)

@@ -95,13 +95,15 @@ class StepVideoAdapter(DiffusionAdapter):
     @cached_property
     def task(self) -> str:
         """The transformer says it: that of TI2V takes a first frame."""
-        known = "i2v" if self.transformer_config.get("use_additional_conditions") else "t2v"
+        known, other = "t2v", "TI2V"
+        if self.transformer_config.get("use_additional_conditions"):
+            known, other = "i2v", "T2V"
         if self._asked_task not in (None, known):
             raise ConfigError(
                 f"'{self._asked_task}' is not what this transformer is for",
                 where=str(self.transformer_folder / "config.json"),
                 key="model.task",
-                way_out=f"Set {known}, or name the folder of Step-Video-{'T2V' if known == 'i2v' else 'TI2V'}.",
+                way_out=f"Set {known}, or name the folder of Step-Video-{other}.",
             )
         return known
 
@@ -112,9 +114,11 @@ class StepVideoAdapter(DiffusionAdapter):
 
     def requirements(self) -> list[Requirement]:
         """Also the widths of both text encoders."""
+        needs = super().requirements()
         widths = [self.width_of(name)[0] for name in ("text_encoder", "text_encoder_2")]
-        whole = widths if None not in widths else None
-        return [*super().requirements(), Requirement("caption_channels", whole, "text_encoder")]
+        if None not in widths:
+            needs.append(Requirement("caption_channels", widths, "text_encoder"))
+        return needs
 
     def released_shift(self, tokens: int) -> float:
         """The released one where the scheduler's file says nothing, as the release's does."""

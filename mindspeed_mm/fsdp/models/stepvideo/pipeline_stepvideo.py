@@ -156,7 +156,7 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
             "encoder_attention_mask": mask.to(device),
         }
         if latents is None:
-            frames = max(num_frames // GROUP_FRAMES * GROUP_LATENTS, 1)
+            frames = max(num_frames // GROUP_FRAMES * GROUP_LATENTS, 1)  # a picture is one latent frame
             shape = (count, self.transformer.config.in_channels, frames, height // 16, width // 16)
             source = list(generator) if isinstance(generator, Sequence) else generator
             latents = self._drawn(shape, source)
@@ -171,6 +171,7 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.scheduler.set_timesteps(sigmas=steps, device=device)
         for time in self.progress_bar(self.scheduler.timesteps):
             noisy = torch.cat([latents] * 2) if guides else latents
+            # The scheduler counts σ in thousandths; the transformer takes 1 − σ.
             level = (1 - time / self.scheduler.config.num_train_timesteps).expand(len(noisy))
             hidden = noisy.transpose(1, 2).to(dtype)
             (predicted,) = self.transformer(hidden_states=hidden, timestep=level, return_dict=False, **given)
@@ -178,6 +179,7 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
             if guides:
                 wanted, away = predicted.chunk(2)
                 predicted = away + guidance_scale * (wanted - away)
+            # The transformer predicts x − ε, and the scheduler steps along ε − x.
             (latents,) = self.scheduler.step(-predicted, time, latents, return_dict=False)
         if output_type == "latent":
             clips: Any = latents

@@ -80,7 +80,8 @@ class StepLLMAttention(nn.Module):
     def forward(self, states: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """(B, L, D); the bias is (heads, L, L)."""
         queries, shared = self.wqkv(states).split(self._rows, dim=-1)
-        query = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, L, head width)
+        # (B, groups, L, 2 · head width): the key of each group stands before its value.
         key, value = shared.unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, dim=-1)
         seen = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype), enable_gqa=True)
         made: torch.Tensor = self.wo(seen.transpose(1, 2).flatten(2))
@@ -204,5 +205,7 @@ class StepChatTokenizer:
         rows: list[list[int]] = []
         for each in text:
             words = list(self._words.encode(each))
-            rows.append([_BOS, *(words if max_length is None else words[: max_length - 2]), _EOS])
+            if max_length is not None:
+                words = words[: max_length - 2]  # BOS and EOS count, too
+            rows.append([_BOS, *words, _EOS])
         return BatchEncoding({"input_ids": rows})

@@ -58,6 +58,7 @@ def rotated(states_BLHD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     turned: list[torch.Tensor] = []
     states = states_BLHD.to(torch.promote_types(states_BLHD.dtype, cos.dtype))
     for part in states.split(rope_widths(states.shape[-1]), dim=-1):
+        # Halves of each axis's features turn together, not neighbours.
         first, second = part.chunk(2, dim=-1)
         turned += [-second, first]
     return (states * cos + torch.cat(turned, dim=-1) * sin).to(states_BLHD.dtype)
@@ -132,6 +133,7 @@ class StepVideoAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
 
     def _heads(self, projected: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
         """(B, L, heads, head width) of each part."""
+        # Heads first, then parts: the release interleaves queries, keys and values head by head.
         return projected.unflatten(-1, (-1, parts * self.head_dim)).chunk(parts, dim=-1)
 
 
@@ -185,6 +187,7 @@ class StepVideoPatchEmbed(nn.Module):
 
     def forward(self, latents_BTCHW: torch.Tensor) -> torch.Tensor:
         """(B, L, D), frame after frame, row after row."""
+        # (B · T, D, rows, columns) → (B · T, rows · columns, D)
         frames = self.proj(latents_BTCHW.flatten(0, 1)).flatten(2).transpose(1, 2)
         return frames.unflatten(0, latents_BTCHW.shape[:2]).flatten(1, 2)
 
@@ -295,7 +298,9 @@ class StepVideoModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore
             raise ValueError(f"attention_head_dim is {attention_head_dim}, and positions ask for a multiple of 8")
         dim = num_attention_heads * attention_head_dim
         widths = [caption_channels] if isinstance(caption_channels, int) else list(caption_channels)
-        inputs = in_channels * (2 if use_additional_conditions else 1)
+        inputs = in_channels
+        if use_additional_conditions:
+            inputs *= 2  # latents of the first frame stand behind those with noise
         self.pos_embed = StepVideoPatchEmbed(patch_size, inputs, dim)
         self.transformer_blocks = nn.ModuleList(
             StepVideoTransformerBlock(dim, attention_head_dim) for _ in range(num_layers)
@@ -345,7 +350,7 @@ class StepVideoModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore
             before = self.clip_projection(encoder_hidden_states_2)
             caption = torch.cat([before, caption], dim=1)
             seen = torch.cat([seen.new_ones(before.shape[:2]), seen], dim=1)
-        mask = seen[:, None, None]
+        mask = seen[:, None, None]  # (B, 1, 1, keys)
         rotary = rotary_tables((frames, height, width), self.config.attention_head_dim, tokens.device)
         for block in self.transformer_blocks:
             tokens = block(tokens, caption, modulation, mask, rotary)
@@ -360,4 +365,5 @@ class StepVideoModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore
         """(B, T, C, H, W); a token holds rows, columns and channels of its patch."""
         patch = self.config.patch_size
         split = tokens.unflatten(-1, (patch, patch, -1)).unflatten(1, (frames, height, width))
+        # (B, T, rows, columns, p, q, C) → (B, T, C, rows, p, columns, q)
         return split.permute(0, 1, 6, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)

@@ -39,6 +39,7 @@ class StepVideoCausalConv(nn.Module):
         super().__init__()
         self.conv = nn.Conv3d(inputs, outputs, kernel, stride=stride)
         side = kernel // 2
+        # `F.pad` counts from the last axis: width, height, then `kernel` − 1 frames in front, none behind.
         self._padding = (side, side, side, side, kernel - 1, 0)
 
     def forward(self, media_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -66,14 +67,17 @@ class StepVideoResnet(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(groups, inputs), nn.GroupNorm(groups, outputs)
         self.conv1, self.conv2 = StepVideoCausalConv(inputs, outputs), StepVideoCausalConv(outputs, outputs)
-        self.nin_shortcut = None if inputs == outputs else StepVideoCausalConv(inputs, outputs, 1)
+        self.nin_shortcut = None
+        if inputs != outputs:
+            self.nin_shortcut = StepVideoCausalConv(inputs, outputs, 1)
 
     def forward(self, media: torch.Tensor) -> torch.Tensor:
         """(B, outputs, T, H, W)."""
         hidden = self.conv1(F.silu(_normed(media, self.norm1)))
         hidden = self.conv2(F.silu(_normed(hidden, self.norm2)))
-        shortcut: torch.Tensor = media if self.nin_shortcut is None else self.nin_shortcut(media)
-        return shortcut + hidden
+        if self.nin_shortcut is not None:
+            media = self.nin_shortcut(media)
+        return media + hidden
 
 
 class StepVideoVAEAttention(nn.Module):
@@ -92,6 +96,7 @@ class StepVideoVAEAttention(nn.Module):
     def forward(self, media: torch.Tensor) -> torch.Tensor:
         """(B, C, T, H, W) again."""
         normed = _normed(media, self.norm)
+        # (B, 1, T · H · W, C): positions of all frames are one sequence.
         q, k, v = (each(normed).flatten(2).transpose(1, 2).unsqueeze(1) for each in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         made: torch.Tensor = media + self.proj_out(seen.squeeze(1).transpose(1, 2).unflatten(2, media.shape[2:]))
@@ -128,8 +133,9 @@ class StepVideoDownsample(nn.Module):
 
     def __init__(self, channels: int, in_time: bool) -> None:
         super().__init__()
-        of_frames = nn.Conv2d(channels, channels, 3, stride=2)
-        self.conv = StepVideoCausalConv(channels, channels, stride=2) if in_time else of_frames
+        self.conv: nn.Module = nn.Conv2d(channels, channels, 3, stride=2)
+        if in_time:
+            self.conv = StepVideoCausalConv(channels, channels, stride=2)
         self._in_time = in_time
 
     def forward(self, media: torch.Tensor) -> torch.Tensor:
@@ -191,6 +197,7 @@ def folded(media: torch.Tensor, factor: int) -> torch.Tensor:
     media = F.pad(media, (0, 0, 0, 0, factor - 1, 0))
     B, C, T, H, W = media.shape
     split = media.view(B, C, T // factor, factor, H // factor, factor, W // factor, factor)
+    # (B, C, factor, factor, factor, T, H, W): of the channels, the width's part runs fastest.
     return split.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(B, -1, T // factor, H // factor, W // factor)
 
 
@@ -229,8 +236,9 @@ class StepVideoLevel(nn.Module):
         """(B, C, T, H, W) in the next size."""
         for block in self.block:
             media = block(media)
-        made: torch.Tensor = self.get_submodule(self._resize)(media) if self._resize else media
-        return made
+        if self._resize:
+            media = self.get_submodule(self._resize)(media)
+        return media
 
 
 class StepVideoEncoder(nn.Module):
@@ -270,6 +278,7 @@ class StepVideoEncoder(nn.Module):
         for level in self.down:
             hidden = level(hidden)
         hidden = F.silu(_normed(self.mid(hidden), self.norm_out))
+        # The shortcut goes around the convolution without weights: folded, then averaged to its width.
         shortcut = _averaged(folded(hidden, _PATCHED), self._wide)
         hidden = folded(self.conv_patchify["conv"](hidden), _PATCHED) + shortcut
         made: torch.Tensor = self.conv_out(hidden) + _averaged(hidden, self._moments)
@@ -315,7 +324,7 @@ class StepVideoDecoder(nn.Module):
         repeats = self._unpatched // self._wide
         shortcut = unfolded(hidden.repeat_interleave(repeats, dim=1), _PATCHED)
         hidden = self.mid(unfolded(self.conv_unpatchify["conv"](hidden), _PATCHED) + shortcut)
-        for level in reversed(self.up):
+        for level in reversed(self.up):  # numbered as in the encoder: the last one runs first
             hidden = level(hidden)
         made: torch.Tensor = self.conv_out(F.silu(_normed(hidden, self.norm_out)))
         return made[:, :, 3:]  # frames before the first, which doubling twice has made
@@ -367,6 +376,7 @@ class StepVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """(B, 3, frames, height, width) in about −1..1. The two frames beside the border of two groups are mixed: first
         the one behind it, then the one before it with what that has become."""
         pixels = torch.cat([self.decoder(group) for group in latents.split(GROUP_LATENTS, dim=2)], dim=2)
+        # Last frame of each group but the last, and first frame of each group but the first.
         before = slice(GROUP_FRAMES - 1, pixels.shape[2] - 1, GROUP_FRAMES)
         behind = slice(GROUP_FRAMES, pixels.shape[2], GROUP_FRAMES)
         pixels[:, :, behind] = _KEPT * pixels[:, :, behind] + (1 - _KEPT) * pixels[:, :, before]

@@ -358,7 +358,9 @@ def _patches_with_grid(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tens
     merge = _first_side(attribute_at(vision, "merge_kernel_size") or vision.spatial_merge_size)
     side, channels = _first_side(vision.patch_size), _channels(whole)
     frames: int | None = attribute_at(vision, "temporal_patch_size")
-    shape = (channels, side, side) if frames is None else (channels * frames * side * side,)
+    shape: tuple[int, ...] = (channels, side, side)
+    if frames is not None:
+        shape = (channels * frames * side * side,)
     return _empty_picture(merge * merge, *shape, dtype=dtype), {"image_grid_thw": _numbers([[1, merge, merge]])}
 
 

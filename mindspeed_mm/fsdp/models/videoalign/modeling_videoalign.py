@@ -41,6 +41,7 @@ class Qwen2VLRewardModelBT(Qwen2VLForConditionalGeneration):
             number of marks where each has a row of its own.
     """
 
+    # There is no head of words to tie to the embedding.
     _tied_weights_keys: ClassVar[dict[str, str]] = {}
     scores_videos = True
     """It is trained on pairs of videos, and what it returns are `rewards`."""
@@ -121,4 +122,5 @@ class Qwen2VLRewardModelBT(Qwen2VLForConditionalGeneration):
         scores_BKD = self.rm_head(hidden_BLH.gather(1, places))
         if scores_BKD.shape[2] == 1:
             return RewardOutput(scores_BKD.squeeze(2))
+        # (B, K, K): mark k is scored by row k of the head.
         return RewardOutput(scores_BKD.diagonal(dim1=1, dim2=2))

@@ -42,6 +42,7 @@ class BlockPositions:
     def rotated(self, heads_BLHD: torch.Tensor) -> torch.Tensor:
         """Queries or keys at their positions: pairs of numbers are turned, as in Wan's own layers."""
         even, odd = heads_BLHD.unflatten(-1, (-1, 2)).unbind(-1)
+        # The tables of diffusers have each angle twice, once for each number of a pair.
         cos, sin = self._cos[..., 0::2], self._sin[..., 1::2]
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
         return turned.flatten(-2).type_as(heads_BLHD)
@@ -159,10 +160,14 @@ class CausalWan:
 
         def positions(hidden_states: torch.Tensor) -> BlockPositions:
             B, C, T, H, W = hidden_states.shape
+            # Only its shape is read: a clip that ends with this block.
             ahead = hidden_states.new_empty(1).expand(B, C, first_frame + T, H, W)
             cos, sin = plain(ahead)
-            own = cos.shape[1] * T // (first_frame + T)
-            return BlockPositions(cos[:, -own:], sin[:, -own:], seen, self._kept if keeps else None)
+            own = cos.shape[1] * T // (first_frame + T)  # tokens of the block's own frames, which are the last
+            kept = None
+            if keeps:
+                kept = self._kept
+            return BlockPositions(cos[:, -own:], sin[:, -own:], seen, kept)
 
         with forwards_replaced({rope: positions}):
             yield

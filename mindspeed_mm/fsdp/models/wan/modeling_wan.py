@@ -116,13 +116,17 @@ class WanAdapter(DiffusionAdapter):
 
     def input_channels(self, channels: int) -> tuple[int, str]:
         """i2v and flf2v: noise, a mask of one channel a frame, and the condition."""
-        given = channels + self.geometry.temporal_ratio if self.task in ("i2v", "flf2v") else 0
+        given = 0
+        if self.task in ("i2v", "flf2v"):
+            given = channels + self.geometry.temporal_ratio
         return channels + given, f", for {self.task}"
 
     def requirements(self) -> list[Requirement]:
         """Also the width of the image encoder, where the transformer takes its features."""
-        image = [Requirement("image_dim", *self.width_of("image_encoder"))] if self._takes_image_embeds else []
-        return super().requirements() + image
+        needs = super().requirements()
+        if self._takes_image_embeds:
+            needs.append(Requirement("image_dim", *self.width_of("image_encoder")))
+        return needs
 
     @property
     @override
@@ -146,6 +150,7 @@ class WanAdapter(DiffusionAdapter):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         if (self.folder / GENERATOR_INDEX).is_file() and len(self.transformers) == 2:
+            # On the instance: the folder decides, not the family.
             vars(self).update(self._of_two())
 
     def _of_two(self) -> JsonObject:

@@ -72,8 +72,11 @@ class WanVACEAdapter(WanAdapter):
         device, found = pipeline.vae.device, []
         names = [role.name for role in REFERENCES if role.name in media]
         target = model_range(media[TARGET])
-        videos = model_range(media["control"]) if "control" in media else torch.zeros_like(target)
-        masks = (model_range(media["mask"]) + 1) / 2 if "mask" in media else torch.ones_like(target)
+        videos, masks = torch.zeros_like(target), torch.ones_like(target)
+        if "control" in media:
+            videos = model_range(media["control"])
+        if "mask" in media:
+            masks = (model_range(media["mask"]) + 1) / 2  # back to 0..1
         for row in range(len(target)):
             video = videos[row : row + 1].to(device)
             white = masks[row : row + 1].clamp(0, 1).to(device)
@@ -83,6 +86,7 @@ class WanVACEAdapter(WanAdapter):
         controls = torch.cat(found).to(pipeline.vae.dtype)
         if not names:
             return {"control_latents": controls}
+        # The pictures' own latents: first channels of the frames in front. Behind them stand zeros and mask.
         references = controls[:, : self.geometry.latent_channels, : len(names)].contiguous()
         return {"control_latents": controls, _REFERENCES: references}
 
@@ -91,7 +95,10 @@ class WanVACEAdapter(WanAdapter):
         channels, frames, *sides = latent_shape
         pictures = sum(role.name in given for role in REFERENCES)
         control = (2 * channels + self.geometry.spatial_ratio**2, pictures + frames, *sides)
-        return {"control_latents": control} | ({_REFERENCES: (channels, pictures, *sides)} if pictures else {})
+        shapes: ConditionShapes = {"control_latents": control}
+        if pictures:
+            shapes[_REFERENCES] = (channels, pictures, *sides)
+        return shapes
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Those of Wan, and the control with its full strength."""
@@ -101,6 +108,7 @@ class WanVACEAdapter(WanAdapter):
         layers = len(self.transformer_config.get("vace_layers", ()))
         return inputs | {
             "control_hidden_states": batch["control_latents"].to(noisy.dtype),
+            # One strength for each block that reads the control.
             "control_hidden_states_scale": noisy.new_ones(layers),
         }
 

@@ -3,7 +3,7 @@ Qwen3."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from mindspeed_mm.fsdp.models.diffusion.text_rows import MASKED, UNGUIDED, Capti
 from mindspeed_mm.fsdp.models.structure.stages import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
-
-if TYPE_CHECKING:
-    pass
 
 
 @model_register.register("z_image")
@@ -63,6 +60,7 @@ class ZImageAdapter(DiffusionAdapter):
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """(C, 1, H, W) and (L, D) of each sample; time is 1 − σ."""
+        # Waits for the device: captions go in as lists, whose lengths the host must know.
         lengths = batch["prompt_mask"].sum(dim=1).tolist()
         return {
             "x": list(noisy.unsqueeze(2)),
