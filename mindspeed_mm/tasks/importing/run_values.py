@@ -20,6 +20,7 @@ from mindspeed_mm.tasks.importing.draft import (
     default_of,
     idle,
     no,
+    path_of,
     texts,
 )
 
@@ -44,7 +45,9 @@ _MOST_ROWS_BYTES = 200_000_000
 def count_rows(draft: PeerSetup) -> int | None:
     """How many rows the setup trains on, where its files are here and small enough to be counted."""
     entries = draft.out.get(DATASET)
-    names = entries.split(",") if isinstance(entries, str) else entries or []
+    names = entries or []
+    if isinstance(names, str):
+        names = names.split(",")
     total = 0
     for entry in names:
         if draft.tool.is_for_generators and (media := media_in(entry)):
@@ -53,43 +56,56 @@ def count_rows(draft: PeerSetup) -> int | None:
         file = _file_of(draft, entry)
         if file is None or file.stat().st_size > _MOST_ROWS_BYTES or file.suffix not in (".jsonl", ".json"):
             return None
-        most = entry.get("max_samples") if isinstance(entry, dict) else draft.out.get(f"{BASIC}.max_samples")
+        most = draft.out.get(f"{BASIC}.max_samples")
+        if isinstance(entry, dict):
+            most = entry.get("max_samples")
         rows = _rows_in(file)
         if rows is None:
             return None
-        total += min(rows, most) if most else rows
+        total += min(rows, most or rows)
     return total or None
 
 
 def media_in(entry: object) -> int:
     """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
-    folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
+    folder = Path(path_of(entry))
     if not folder.is_dir():
         return 0
-    repeats = int(entry.get("repeats", 1)) if isinstance(entry, dict) else 1
+    repeats = 1
+    if isinstance(entry, dict):
+        repeats = int(entry.get("repeats", 1))
     total = 0
     for path in (each for each in folder.rglob("*") if each.suffix.lower() in _MEDIA):
-        of_folder = re.match(r"(\d+)_", path.parent.name) if path.parent != folder else None
-        total += int(of_folder[1]) if of_folder else repeats
+        of_folder = re.match(r"(\d+)_", path.parent.name)
+        if of_folder and path.parent != folder:
+            total += int(of_folder[1])
+        else:
+            total += repeats
     return total
 
 
 def first_row(draft: PeerSetup) -> JsonObject:
     """The first row that the setup trains on; empty where its file is not here, or no JSON."""
     entries = draft.out.get(DATASET)
-    first = entries[0] if isinstance(entries, list) and entries else entries
+    first = entries
+    if isinstance(entries, list) and entries:
+        first = entries[0]
     file = _file_of(draft, first)
-    if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
-        file = next(iter(sorted(folder.rglob("*.json*"))), None)
+    if file is None and (folder := Path(path_of(first))).is_dir():
+        file = min(folder.rglob("*.json*"), default=None)
     if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
         return {}
     with file.open("rb") as stream:
-        content = stream.readline() if file.suffix == ".jsonl" else stream.read()
+        if file.suffix == ".jsonl":
+            content = stream.readline()
+        else:
+            content = stream.read()
     try:
         row = parse_json(content)
     except ValueError:
         return {}
-    row = row[0] if isinstance(row, list) and row else row
+    if isinstance(row, list) and row:
+        row = row[0]
     if isinstance(row, dict):
         return row
     return {}
@@ -97,7 +113,7 @@ def first_row(draft: PeerSetup) -> JsonObject:
 
 def _file_of(draft: PeerSetup, entry: object) -> Path | None:
     """The file of rows that an entry of `dataset` names, where it is here."""
-    name = str(entry["path"] if isinstance(entry, dict) else entry)
+    name = path_of(entry)
     found = [Path(name), Path(str(draft.out.get(f"{BASIC}.dataset_dir", "data"))) / name]
     return next((each for each in found if each.is_file()), None)
 
@@ -133,6 +149,7 @@ def steps_of_epoch(draft: PeerSetup) -> float | None:
     if rows is None:
         return None
     held_out = float(draft.out.get(f"{BASIC}.val_rate", 0) or 0)
+
     each = int(draft.out.get("training.micro_batch_size", 1)) * int(
         draft.out.get("training.gradient_accumulation_steps", 1)
     )
@@ -249,6 +266,7 @@ def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return no(f"{value} is not built; training.optimizer has adamw, adamw_swap and muon")
     if "sgd" in word:
         return no("sgd is not built; training.optimizer has adamw, adamw_swap and muon")
+    # int8 is the smallest type that our optimizer states have
     if re.search(r"8_?bit|4_?bit", word):
         found["training.optimizer_state_dtype"] = "int8"
     elif "paged" in word:
@@ -288,7 +306,9 @@ def every(draft: PeerSetup, key: str, per_epoch: float, told: str) -> Outcome:
     if steps_of_one is not None:
         return {key: max(1, round(steps_of_one / per_epoch))}
     draft.note(key, f"{told} there; the number of rows is not known here")
-    return {key: 500 if key == "training.save_interval" else 100}
+    if key == "training.save_interval":
+        return {key: 500}
+    return {key: 100}
 
 
 @conversion(":per_epoch_save")
@@ -302,7 +322,9 @@ def per_epoch_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":every_n_epochs")
 def every_n_epochs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """An interval in steps, from a number of epochs."""
-    count = float(value) if isinstance(value, int | float) and value else 1.0
+    count = 1.0
+    if isinstance(value, int | float) and value:
+        count = float(value)
     return every(draft, key_of(row), 1 / count, f"every {count:g} epochs")
 
 
@@ -348,9 +370,9 @@ def eval_steps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if value >= 1:
         return {"training.val_interval": int(value)}
     total = total_steps(draft)
-    if not value or total is None:
-        if not value:
-            return {}
+    if not value:
+        return {}
+    if total is None:
         return no("a share of the run; write the number of steps into training.val_interval")
     return {"training.val_interval": max(1, round(total * value))}
 
