@@ -94,10 +94,11 @@ def view_batch(batch: Batch) -> MicroBatchView:
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return MicroBatchView(len(batch["sample_ids"]), 0, False, (), entries)
+    rows, length = ids.shape
     borders = batch.get("cu_seq_lens_q")
     if borders is None:
-        return MicroBatchView(*ids.shape, False, tuple(_padded(batch)), entries)
-    return MicroBatchView(*ids.shape, True, tuple(_packed(batch, borders.tolist())), entries)
+        return MicroBatchView(rows, length, False, tuple(_padded(batch)), entries)
+    return MicroBatchView(rows, length, True, tuple(_packed(batch, borders.tolist())), entries)
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:

@@ -317,6 +317,20 @@ def dataset_value(entries: list[Any]) -> Any:
     return entries
 
 
+def short_entry(entry: JsonObject) -> object:
+    """An entry of `dataset`: the path alone where nothing else is said."""
+    if len(entry) == 1:
+        return entry["path"]
+    return entry
+
+
+def only_or_all(entries: list[object]) -> object:
+    """The value of `dataset`, in which a single entry needs no list."""
+    if len(entries) == 1:
+        return entries[0]
+    return entries
+
+
 def is_on(value: object) -> bool:
     """Whether a switch is on, however it is written."""
     # commands and TOMLs write switches as words and numbers

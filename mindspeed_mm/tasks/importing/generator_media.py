@@ -30,7 +30,7 @@ from mindspeed_mm.tasks.importing.draft import (
     texts,
 )
 from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, family_of, script_of
-from mindspeed_mm.tasks.importing.run_values import media_in
+from mindspeed_mm.tasks.importing.row_counts import media_in
 
 
 @conversion(":di_dataset")

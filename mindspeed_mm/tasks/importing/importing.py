@@ -20,8 +20,11 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
-from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows
+
+# a module registers its conversions when it is imported
+from mindspeed_mm.tasks.importing import axolotl_rows, generator_adapters, generators, language, preferences, rows  # noqa: F401
 from mindspeed_mm.tasks.importing.common_values import fixed, mapped, plain_value
+from mindspeed_mm.tasks.importing.dataset_file import plain_key, with_dataset_file
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     CONVERSIONS,
@@ -43,18 +46,9 @@ from mindspeed_mm.tasks.importing.recognise import recognise
 from mindspeed_mm.tasks.importing.run_values import validates
 
 _SWIFT_ENVIRONMENT = (
-    "MAX_PIXELS",
-    "MIN_PIXELS",
-    "VIDEO_MAX_PIXELS",
-    "VIDEO_MIN_PIXELS",
-    "FPS",
-    "FPS_MAX_FRAMES",
-    "FPS_MIN_FRAMES",
-    "IMAGE_MAX_TOKEN_NUM",
-    "IMAGE_MIN_TOKEN_NUM",
-    "VIDEO_MAX_TOKEN_NUM",
-    "VIDEO_MIN_TOKEN_NUM",
-)
+    "MAX_PIXELS", "MIN_PIXELS", "VIDEO_MAX_PIXELS", "VIDEO_MIN_PIXELS", "FPS", "FPS_MAX_FRAMES", "FPS_MIN_FRAMES",
+    "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM",
+)  # fmt: skip
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _NO_PATH = re.compile(r"prompt|template|system|caption|token|regex|target|modules|pattern", re.IGNORECASE)
 
@@ -113,7 +107,7 @@ def translate(given: Given) -> Imported:
     tool = recognise(given)
     given = _with_plain_keys(given, tool.name)
     draft = PeerSetup(tool, given)
-    generators.with_dataset_file(draft)
+    with_dataset_file(draft)
     # before any setting: many conversions ask for the method
     draft.method = method_of(draft)
     _settle_kind(draft)
@@ -143,7 +137,7 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     if tool == "ai-toolkit":
         settings = [replace(each, key=each.key.removeprefix("config.process[].")) for each in settings]
     elif tool in ("kohya", "musubi"):
-        settings = [replace(each, key=generators.plain_key(tool, each.key)) for each in settings]
+        settings = [replace(each, key=plain_key(tool, each.key)) for each in settings]
     elif tool == "ms-swift":
         # ms-swift reads sizes of pictures from the environment, which a file holds in its section ENV
         of_file = {each.key.removeprefix("ENV."): str(each.value) for each in settings if each.key.startswith("ENV.")}
@@ -339,24 +333,8 @@ def _finish(draft: PeerSetup) -> None:
     if out.get("training.lr_warmup_ratio"):
         draft.put("training.lr_warmup_from_start", True, "their first step has the rate 0")
     _settle_rate(draft)
-    if not validates(draft):
-        for key in (
-            "training.val_interval",
-            "training.val_micro_batch_size",
-            "training.evaluate.patience",
-            f"{BASIC}.val_max_samples",
-        ):
-            _drop(draft, key, "no rows are held out")
-    elif "training.val_interval" not in out:
-        draft.put("training.val_interval", 500, "rows are held out: steps between validations")
-    if not out.get("training.train_iters"):
-        out.pop("training.train_iters", None)
-    elif "training.train_epochs" in out:
-        # kohya's and musubi-tuner's epochs win over steps; elsewhere it is the other way round
-        if draft.tool.name in ("kohya", "musubi") and draft.has("max_train_epochs"):
-            out.pop("training.train_iters")
-        else:
-            out.pop("training.train_epochs")
+    _settle_validation(draft)
+    _settle_length(draft)
     if not out.get("training.sampling.prompts") and not out.get("training.sampling.prompts_file"):
         _drop(draft, "training.sampling.", "no prompts are given")
     if is_on(out.get(f"{BASIC}.packing", False)):
@@ -365,6 +343,33 @@ def _finish(draft: PeerSetup) -> None:
         draft.put(f"{BASIC}.dataset", "data", "name the rows: the setup does not")
     if MODEL not in out:
         draft.put(MODEL, "models/model", "name the model's folder: the setup does not")
+
+
+def _settle_validation(draft: PeerSetup) -> None:
+    """An interval of validation where rows are held out, and nothing about it where none are."""
+    if not validates(draft):
+        for key in (
+            "training.val_interval",
+            "training.val_micro_batch_size",
+            "training.evaluate.patience",
+            f"{BASIC}.val_max_samples",
+        ):
+            _drop(draft, key, "no rows are held out")
+    elif "training.val_interval" not in draft.out:
+        draft.put("training.val_interval", 500, "rows are held out: steps between validations")
+
+
+def _settle_length(draft: PeerSetup) -> None:
+    """Steps or epochs, not both."""
+    out = draft.out
+    if not out.get("training.train_iters"):
+        out.pop("training.train_iters", None)
+    elif "training.train_epochs" in out:
+        # kohya's and musubi-tuner's epochs win over steps; elsewhere it is the other way round
+        if draft.tool.name in ("kohya", "musubi") and draft.has("max_train_epochs"):
+            out.pop("training.train_iters")
+        else:
+            out.pop("training.train_epochs")
 
 
 def _settle_rate(draft: PeerSetup) -> None:

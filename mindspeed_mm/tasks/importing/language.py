@@ -24,7 +24,7 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
     texts,
 )
-from mindspeed_mm.tasks.importing.run_values import processes
+from mindspeed_mm.tasks.importing.row_counts import processes
 
 _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BASIC}.stage": "rm"}, "grpo": {}}
 

@@ -26,11 +26,14 @@ from mindspeed_mm.tasks.importing.draft import (
     idle,
     is_on,
     no,
+    only_or_all,
     path_of,
+    short_entry,
     texts,
 )
 from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import first_row, is_of_trl
+from mindspeed_mm.tasks.importing.row_counts import first_row
+from mindspeed_mm.tasks.importing.run_values import is_of_trl
 
 _HYBRID = re.compile(r"(?i)qwen3-(0\.6|1\.7|4|8|14|32|30|235)b(-a\d+b)?$|qwen3\.[5-9]|glm-4\.[5-7](?!v)|deepseek-v3\.1")
 """Name of a model that thinks or does not, as its prompt says."""
@@ -95,22 +98,8 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
             made["share"] = weight
         if str(entry.get("split", "train")) != "train":
             draft.note(key_of(row), f"split: {entry['split']} there: name the files you want")
-        entries.append(_short(made))
-    return {key_of(row): _only_or_all(entries)}
-
-
-def _short(entry: JsonObject) -> object:
-    """An entry of `dataset`: the path alone where nothing else is said."""
-    if len(entry) == 1:
-        return entry["path"]
-    return entry
-
-
-def _only_or_all(entries: list[object]) -> object:
-    """The value of `dataset`, in which a single entry needs no list."""
-    if len(entries) == 1:
-        return entries[0]
-    return entries
+        entries.append(short_entry(made))
+    return {key_of(row): only_or_all(entries)}
 
 
 def texts_or_entries(sets: object) -> list[object]:
@@ -354,34 +343,6 @@ def sw_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {key_of(row): dataset_value(entries)}
 
 
-@conversion(":ax_roles")
-def ax_roles(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """Whose turns are trained on: the model's own; others are marked in the rows."""
-    roles = set(texts(value))
-    if roles and roles <= {"assistant", "gpt", "model", "bot"}:
-        return idle("the model's own turns are trained on, with their end marks")
-    return no("the model's own turns are trained on: train_on_prompt adds all others, weight: 0 takes turns out")
-
-
-@conversion(":ax_ends")
-def ax_ends(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """Whether the end marks of turns are trained on: those of trained turns are."""
-    if str(value).lower() in ("turn", "true"):
-        return idle("the model's own turns are trained on, with their end marks")
-    return no(f"{value}: the end marks of trained turns are trained on, and no others")
-
-
-@conversion(":ax_type")
-def ax_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """How axolotl writes a row: prompts of its own, such as Alpaca's, become the model's chat template."""
-    kinds = {str(each.value) for each in draft.given.settings if each.key == "datasets[].type"}
-    if kinds <= {"alpaca", "alpaca_w_system"} and not draft.has("chat_template"):
-        return {f"{BASIC}.template": "alpaca"}
-    if re.match(r"chat_template|completion|pretrain|input_output", str(value)):
-        return {}
-    return idle("the model's own chat template writes the prompt; basic_parameters.template names another")
-
-
 _ATTR = "data.dataset_param.attr"
 _OF_SWIFT = {
     "query": "prompt", "response": "response", "system": "system", "messages": "messages", "images": "images",
@@ -399,75 +360,6 @@ def sw_columns(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if not isinstance(named, dict) or any(theirs not in _OF_SWIFT for theirs in named.values()):
         return no("name the columns in the section data.dataset_param.attr")
     return {f"{_ATTR}.{_OF_SWIFT[theirs]}": str(name) for name, theirs in named.items()}
-
-
-@conversion(":ax_datasets")
-def ax_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """axolotl's entries, with the columns that they name."""
-    holder = "test_datasets" if row.words[0].startswith("test_") else "datasets"
-    entries = [_ax_entry(draft, entry) for entry in _entries(draft.given.tree.get(holder))]
-    if holder == "datasets" and all(
-        "completion" in str(each.get("type", "")) for each in _entries(draft.given.tree.get(holder))
-    ):
-        draft.put(f"{BASIC}.stage", "pretrain", "type: completion")
-    return {key_of(row): dataset_value(entries)}
-
-
-@conversion(":ax_pretraining")
-def ax_pretraining(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """axolotl's documents. It streams them; here they are indexed, so that long ones can be cut."""
-    given = draft.given.tree.get("pretraining_dataset")
-    entries = [_ax_entry(draft, entry) for entry in _entries(given)]
-    if not entries and isinstance(given, str):
-        entries = [draft.folder_of(given, "data", data_fetch)]
-    return {f"{BASIC}.dataset": _only_or_all(entries), f"{BASIC}.stage": "pretrain"}
-
-
-def _entries(value: object) -> list[JsonObject]:
-    if not isinstance(value, list):
-        return []
-    return [entry for entry in value if isinstance(entry, dict)]
-
-
-def _ax_entry(draft: PeerSetup, entry: JsonObject) -> object:
-    path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
-    files = entry.get("data_files")
-    if path in ("json", "parquet", "csv", "text") and files:
-        path = str(as_list(files)[0])  # `path: json` names a loader of datasets
-    elif isinstance(files, str):
-        path = str(Path(path) / files)
-    cut = re.fullmatch(r"(\w+)\[:(\d+)(%?)\]", str(entry.get("split", "")))  # `train[:10%]`
-    made: JsonObject = {"path": path}
-    if cut and not cut[3]:
-        made["max_samples"] = int(cut[2])
-    elif cut and int(cut[2]):
-        made["share"] = int(cut[2]) / 100
-    elif cut or str(entry.get("split", "train")) != "train":
-        draft.note(f"{BASIC}.dataset", f"split: {entry['split']} there: name the files you want, or set max_samples")
-    if attr := _columns(entry):
-        made["attr"] = attr
-    return _short(made)
-
-
-def _columns(entry: JsonObject) -> dict[str, str]:
-    """Columns and tags of an entry whose names our reader would not find by itself."""
-    mappings = entry.get("message_property_mappings") or {}
-    named = {
-        "messages": entry.get("field_messages"),
-        "role_tag": mappings.get("role", entry.get("message_field_role")),
-        "content_tag": mappings.get("content", entry.get("message_field_content")),
-        "chosen": entry.get("field_chosen"),
-        "rejected": entry.get("field_rejected"),
-        "prompt": entry.get("field_instruction", entry.get("field")),
-        "response": entry.get("field_output"),
-        "query": entry.get("field_input"),
-        "system": entry.get("field_system"),
-    }
-    found_by_name = {
-        "conversations", "messages", "conversation", "from", "value", "role", "content", "chosen", "rejected", "text",
-        "instruction", "output", "input", "system", "prompt", "response", "question", "answer",
-    }  # fmt: skip
-    return {key: str(name) for key, name in named.items() if name and name not in found_by_name}
 
 
 @conversion(":mix_strategy")
