@@ -91,7 +91,12 @@ def _examples() -> Mapping[str, tuple[str, bool]]:
             continue
         released = [folder for folder in folders if folder.startswith("models/")]  # or of the teacher
         is_released = bool(released)
-        card = _family_of(released[0].rpartition("/")[2] if released else "", identity[1] if identity else "")
+        folder = model_id = ""
+        if released:
+            folder = released[0].rpartition("/")[2]
+        if identity:
+            model_id = identity[1]
+        card = _family_of(folder, model_id)
         if card is not None:
             found[str(path.relative_to(ROOT))] = (card.name, is_released)
     return found
@@ -144,10 +149,15 @@ def as_lines(start: FamilyStart, card: ModelCard | None) -> list[str]:
 def device_lines(start: FamilyStart, card: ModelCard) -> list[str]:
     """The table of released sizes: what one device of each kind trains."""
     width = max(map(len, card.released))
-    heads = "".join(f"  {f'{device} GB':>5}" for device in DEVICES_GIB) if start.fits else ""
+    heads = ""
+    if start.fits:
+        heads = "".join(f"  {f'{device} GB':>5}" for device in DEVICES_GIB)
     lines = [f"  {'released':{width}}  {'size':>7}{heads}"]
     for hub, size in card.released.items():
-        row = f"  {hub:{width}}  {f'{size:g} B' if size is not None else '':>7}"
+        billions = ""
+        if size is not None:
+            billions = f"{size:g} B"
+        row = f"  {hub:{width}}  {billions:>7}"
         for best in start.fits.get(hub, {}).values():
             row += f"  {_METHODS[best] if best else '-':>5}"
         lines.append(row.rstrip())
