@@ -69,7 +69,9 @@ def run(request: ExportRequest) -> Exported:
     shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
     if source.is_dir() and is_megatron_folder(source):
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
-    plain = None if model_folder is not None or request.merge else _model_without_folder(source)
+    plain = None
+    if model_folder is None and not request.merge:
+        plain = _model_without_folder(source)
     if plain is not None:
         checkpoint, taken, sizes, why = write_plain(
             source,

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
-from mindspeed_mm.core.config_path import dotted
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError, UsageError, count_problems
-from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import quoted, visible
 from mindspeed_mm.fsdp.params.cards import families
-from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
-from mindspeed_mm.fsdp.params.yaml.overrides import parse_override
-from mindspeed_mm.fsdp.params.yaml.tree import plain
+from mindspeed_mm.tasks.init.given_keys import given_keys
 from mindspeed_mm.tasks.init.row_settings import BASIC, RowSetting, row_settings
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.models.first_yaml import (
@@ -173,6 +170,11 @@ class _Setup:
         return "stage" in self.settings and self.settings["stage"].value == "rm"
 
     @property
+    def holds_out(self) -> bool:
+        """Whether there are rows enough to leave some out of the training."""
+        return self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
+
+    @property
     def rates(self) -> Mapping[Method, float]:
         """Learning rate of each method."""
         if self.holds_pairs:
@@ -267,7 +269,37 @@ class _Setup:
         ]
         if self.family:
             lines.append(f"  model_id: {self.family}")
-        lines += ["data:", "  dataset_param:"]
+        lines += self._data_lines(basic)
+        if self.is_accelerator:
+            lines += ["parallel:", "  fsdp_plan: {param_dtype: bf16}"]
+        if way.recompute:
+            lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
+        lines += [
+            "training:",
+            f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
+            f"  micro_batch_size: {way.rows}   # rows of a device at a time",
+            f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
+        ]
+        if not given.get("training.train_iters"):
+            lines.append("  train_epochs: 1")
+        lines += [
+            f"  save: {scalar(self.save)}",
+            f"  save_interval: {interval}   # of about {steps:,} steps",
+        ]
+        if self.holds_out:
+            lines.append(f"  val_interval: {interval}")
+        if way.method != "full":
+            lines.append(f"  lora: {flow(adapters(way.method))}")
+        if self.holds_pairs:
+            lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
+        text = "\n".join(lines) + "\n"
+        if not given:
+            return text
+        return compose(text, {key: flow(value) for key, value in given.items()})
+
+    def _data_lines(self, basic: JsonMapping) -> list[str]:
+        """The section `data`."""
+        lines = ["data:", "  dataset_param:"]
         if self.family:
             lines.append(f"    dataset_type: {self.family}")
         if self.kind is GENERATOR:
@@ -286,35 +318,9 @@ class _Setup:
         ]
         for name, setting in self.settings.items():
             lines.append(f"      {name}: {scalar(setting.value)}   # {setting.comment}")
-        holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
-        if holds_out:
+        if self.holds_out:
             lines.append(f"      val_rate: {_HELD_OUT}   # share that is not trained on, for val_loss")
-        if self.is_accelerator:
-            lines += ["parallel:", "  fsdp_plan: {param_dtype: bf16}"]
-        if way.recompute:
-            lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
-        lines += [
-            "training:",
-            f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
-            f"  micro_batch_size: {way.rows}   # rows of a device at a time",
-            f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
-        ]
-        if not given.get("training.train_iters"):
-            lines.append("  train_epochs: 1")
-        lines += [
-            f"  save: {scalar(self.save)}",
-            f"  save_interval: {interval}   # of about {steps:,} steps",
-        ]
-        if holds_out:
-            lines.append(f"  val_interval: {interval}")
-        if way.method != "full":
-            lines.append(f"  lora: {flow(adapters(way.method))}")
-        if self.holds_pairs:
-            lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
-        text = "\n".join(lines) + "\n"
-        if not given:
-            return text
-        return compose(text, {key: flow(value) for key, value in given.items()})
+        return lines
 
     def usual_rates(self, way: Way) -> str:
         """Learning rates that others train with."""
@@ -426,46 +432,3 @@ _OPTIONS = {
 def _comment(text: str) -> str:
     """A line of comment, whatever is in a path."""
     return f"# {visible(text)}".replace("\n", " ")
-
-
-# --- keys that are given ----------------------------------------------------------------------------------------------
-
-_AFTERWARDS = "Leave it out, and change it in the YAML afterwards: mm init chooses it by the forecast of memory."
-_CHOSEN: dict[str, str] = {
-    "model.model_name_or_path": "Give it as --model.",
-    "data.dataset_param.basic_parameters.dataset": "Give it as --data.",
-    "training.micro_batch_size": _AFTERWARDS,
-    "training.gradient_accumulation_steps": _AFTERWARDS,
-    "features.recompute": _AFTERWARDS,
-    "training.lora": "Choose with --method full, lora or qlora, and change the rest in the YAML afterwards.",
-}
-"""Key, or section, that `mm init` sets → what to do instead of giving it."""
-
-
-def given_keys(overrides: Sequence[str]) -> JsonObject:
-    """Dotted key → value of each `section.key=value`; a section is taken apart.
-
-    Raises:
-        ConfigError: A word is no such assignment.
-        UsageError: A key is one that `mm init` chooses itself.
-    """
-    notes, found = Notes(), dict[str, Any]()
-    for word in overrides:
-        node = parse_override(word, notes)
-        if node is not None:
-            found |= dict(_leaves(plain(node), ""))
-    if notes.problems:
-        raise ConfigError("the keys that are given", problems=notes.problems)
-    for key in found:
-        for chosen, way_out in _CHOSEN.items():
-            if key == chosen or key.startswith(f"{chosen}."):
-                raise UsageError("is set by mm init", key=key, way_out=way_out)
-    return found
-
-
-def _leaves(values: object, prefix: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(values, Mapping) or not values:
-        yield prefix, values
-        return
-    for name, value in values.items():
-        yield from _leaves(value, dotted(prefix, name))

@@ -169,7 +169,8 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         places.append(each.place)
     found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
     for each, values in zip(asked, found, strict=True):
-        total, by_name = None, {}
+        total: float | None = None
+        by_name: dict[str, float | None] = {}
         for reward, value in zip(rewards, values, strict=True):
             by_name[reward.name] = None
             if not math.isnan(value):  # NaN: the reward does not judge this sample
