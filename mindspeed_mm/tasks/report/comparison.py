@@ -66,7 +66,7 @@ def _on_a_set(results: Record, theirs: Record) -> dict[str, PairedTest]:
     if own_shares.keys() != base_shares.keys() or not own_shares:
         return {}
     task_of = {sample["group"]: str(sample["task"]) for sample in results["samples"]}
-    # right or wrong: an exact test; shares between: another one
+    # McNemar's test is about right and wrong alone
     is_graded = not {*own_shares.values(), *base_shares.values()} <= {0.0, 1.0}
     tests = {}
     for task, groups in _by_task(list(own_shares), task_of.__getitem__).items():
