@@ -80,11 +80,13 @@ def find(name: str) -> list[ModelCard]:
         return _in_folder(Path(name))
     wanted = name.lower()
     refuse_planned([wanted.rpartition("/")[2]])
+    # an exact name goes before those that only begin so: `qwen2` is not `qwen2_vl`
     found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
         known: set[str] = set()
         for card in families():
             known |= {card.name, *card.ids, card.title}
+        # `Qwen/Qwen2` is meant as a name on the hub, unless a folder `Qwen` lies here
         is_lost_path = Path(name).parent.is_dir() and "/" in name
         what = f"no family is called '{name}'"
         if is_lost_path:
@@ -113,6 +115,7 @@ def _akin(name: str) -> list[ModelCard]:
             longest, begun = length, []
         if length == longest:
             begun.append(card)
+    # only names on the hub carry a size and a variant behind the family's name
     if beginning or "/" not in name:
         return beginning
     return begun

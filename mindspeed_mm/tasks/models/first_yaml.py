@@ -111,6 +111,7 @@ def as_yaml(sections: Mapping[str, object]) -> str:
 def _lines(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
     for key, value in mapping.items():
         line = f"{indent}{key}: {flow(value)}"
+        # a long list or text stays on its line: folded, it would be harder to edit
         if len(line) <= _WIDTH or not isinstance(value, Mapping):
             yield line
         else:

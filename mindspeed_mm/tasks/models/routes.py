@@ -129,6 +129,7 @@ def find(wish: str) -> Route:
     for stems, (what, way_out) in _ELSEWHERE.items():
         if _shared(stems, words):
             raise UsageError(what, way_out=way_out)
+    # refused before anything is scored: its task would lead to other families in silence
     named_words = (*words, *map("".join, pairwise(words)))  # Gemma 3 is one name
     refuse_planned(named_words)
     names = set(map(bare, named_words))
@@ -229,6 +230,7 @@ def _of_task(key: str, task: Topic, named: Sequence[ModelCard], words: Sequence[
                 else:
                     others.append(card)
             mine = doing
+            # an aspect with a command of its own leaves only those that can do it; any other puts them first
             if not doing or not aspect.stage:
                 mine = doing + others
     return Route(task.title, mine, stages, task.page, task.note)

@@ -54,6 +54,7 @@ def start_of(card: ModelCard | None, recipe: YamlRecipe) -> FamilyStart:
 
 
 def _best(needs_gib: Mapping[str, float | None], device_gib: int) -> Method | None:
+    # a method without a forecast is skipped, not taken for one that fits
     for method in _METHODS:
         need = needs_gib.get(method)
         if need is not None and need <= ROOM * device_gib:
@@ -107,6 +108,7 @@ def _family_of(folder: str, identity: str) -> ModelCard | None:
     converted to transformers' layout or to bf16, or the part of a release that films a picture."""
     if identity:
         return next((card for card in families() if identity in card.ids), None)
+    # `X` and `X-hf` may be two releases, one of which is built by a class of this package
     name = re.sub(r"-(hf|bf16|i2v)$", "", folder, flags=re.IGNORECASE)
     is_converted = folder.lower().endswith("-hf")
     for card in families():
@@ -124,6 +126,7 @@ def as_lines(start: FamilyStart, card: ModelCard | None) -> list[str]:
     """The start for a terminal, without the table of devices."""
     lines = ["", "  run.yaml: mm check run.yaml, then mm train run.yaml; mm init writes one for your folder and rows"]
     lines += [f"    {line}" for line in start.yaml.split("\n")]
+    # recipes of post-training have rates of their own
     if "lora:" not in start.yaml and "posttrain:" not in start.yaml:
         words = f"lr: {scalar(RATES['lora'])}, lora: {flow(adapters('lora'))}"
         lines.append(f"  LoRA: write {words} in training; QLoRA: add quantize: nf4")
