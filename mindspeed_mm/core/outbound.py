@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import re
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,6 @@ import httpcore2
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.redaction import REDACTED, remember_secrets, without_secrets
-from mindspeed_mm.core.timed_connection import Clock, TimedBackend
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ CHECK_S = 5.0
 """Deadline of a request that only asks whether a server is there."""
 MOST_BYTES = 64 << 20
 _LONGEST_MESSAGE = 300
+_WRITTEN_AT_ONCE = 1 << 14
 _UNFIT = re.compile(r"[^\x20-\x7e\t]")
 """What no header may hold."""
 _WRONG_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
@@ -225,7 +226,7 @@ class Server:
         Raises:
             OutboundError: See `ask`; also while the body is read.
         """
-        clock = Clock(self.limits.total_s, self.limits.silence_s)
+        clock = _Clock(self.limits)
         body = None
         if content is not None:
             body = json.dumps(content).encode()
@@ -236,7 +237,7 @@ class Server:
                     ssl_context=_trust() if self._parts.scheme == "https" else None,
                     proxy=self._proxy(),
                     max_connections=1,
-                    network_backend=TimedBackend(clock),
+                    network_backend=_TimedBackend(clock),
                 )
                 held.enter_context(pool)
                 headers = self._sent_headers(body)
@@ -469,6 +470,76 @@ def _is_this_machine(host: str) -> bool:
 def _trust() -> ssl.SSLContext:
     """The certificates that this machine trusts, or those of `SSL_CERT_FILE`; reading them takes a while."""
     return httpcore2.default_ssl_context()
+
+
+class _Clock:
+    """What is left of a request's time."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._end_s, self._silence_s = time.monotonic() + limits.total_s, limits.silence_s
+
+    def left_s(self) -> float:
+        """Seconds for the next thing that waits. Raises `httpcore2.ReadTimeout` when none are left."""
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise httpcore2.ReadTimeout
+        if self._silence_s is None:
+            return left_s
+        return min(left_s, self._silence_s)
+
+
+class _TimedStream(httpcore2.NetworkStream):
+    """A connection whose reads and writes all end at one deadline; the timeouts of libraries hold for single reads."""
+
+    def __init__(self, inner: httpcore2.NetworkStream, clock: _Clock) -> None:
+        self._inner, self._clock = inner, clock
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._inner.read(max_bytes, self._clock.left_s())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # in pieces: one long write to a server that reads slowly would outlive the deadline
+        for start in range(0, len(buffer), _WRITTEN_AT_ONCE):
+            self._inner.write(buffer[start : start + _WRITTEN_AT_ONCE], self._clock.left_s())
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        return _TimedStream(self._inner.start_tls(ssl_context, server_hostname, self._clock.left_s()), self._clock)
+
+    def get_extra_info(self, info: str) -> object:
+        return self._inner.get_extra_info(info)
+
+
+class _TimedBackend(httpcore2.NetworkBackend):
+    """Makes such connections to the addresses of a host one after the other, within the same deadline."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.NetworkStream:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError(error) from error
+        backend, failure = httpcore2.SyncBackend(), httpcore2.ConnectError("its name has no address")
+        for entry in found:
+            try:
+                stream = backend.connect_tcp(str(entry[4][0]), port, self._clock.left_s(), None, socket_options)
+                return _TimedStream(stream, self._clock)
+            except httpcore2.ConnectError as error:
+                failure = error
+        raise failure
 
 
 def is_not_offered(status: int) -> bool:
