@@ -46,10 +46,16 @@ def evaluate_rows() -> None:
         raise ConfigError(
             f"{rows} is the table of a set", where=str(args.mm_model), key="dataset_path", way_out=way_out
         )
-    out = Path(found) if (found := section.get("result_output_path")) else None
+    out = None
+    if found := section.get("result_output_path"):
+        out = Path(found)
     longest = section.get("generation_config", JsonSection()).get("max_new_tokens", 512)
     request = EvaluateRequest(model, data=Path(rows), benchmark=name, out=out, max_new_tokens=longest)
-    scores: Evaluation | PublishedResult = (evaluate if name is None else published).run(request)
+    scores: Evaluation | PublishedResult
+    if name is None:
+        scores = evaluate.run(request)
+    else:
+        scores = published.run(request)
     if not args.rank:  # all ranks have answered their share
         say("\n".join(scores.lines()))
 

@@ -114,6 +114,7 @@ def pretrain(
     args = parse_args(extra_args_provider)
     fill_absent(args, defaults)
     set_args(args)
+    # it may read the flags, and nothing is built yet
     if init_func is not None:
         init_func()
     callbacks = Callbacks(model_provider, _own(train_valid_test_dataset_provider), _own(forward_step_func))
@@ -252,6 +253,7 @@ def _live_engine(name: str, model: Models, optimizer: object) -> TrainEngine:
     trainer = live_trainer(name)
     engine = trainer.engine
     models = model if isinstance(model, list | tuple) else [model]
+    # functions are handed the front, which stands for the engine's model, or nothing
     own = {id(None), id(trainer.front)}
     if engine is not None:
         own.add(id(engine.model))
@@ -281,6 +283,7 @@ def _add_sections(args: Namespace, translated: Translated) -> None:
     args.mm = JsonSection(parts)
     LIVE.data_json = translated.data_json
     args.params_dtype = torch_dtype(translated.arguments.parallel.fsdp_plan.computed_in)
+    # counted on while the run trains
     args.iteration = args.curr_iteration = args.consumed_train_samples = 0
 
 

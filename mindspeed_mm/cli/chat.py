@@ -49,7 +49,10 @@ def command(request: ChatRequest) -> int:
     come from a terminal, the exit code is that of the first one that failed.
     """
     request.check_choice()
-    chat = beside_server(request) if is_address(request.model) else with_folder(request)
+    if is_address(request.model):
+        chat = beside_server(request)
+    else:
+        chat = with_folder(request)
     for path in request.images:
         chat.show("image", path)
     for path in request.videos:
@@ -64,7 +67,11 @@ def command(request: ChatRequest) -> int:
             if not reply(chat, line, request.as_json):
                 break
         except (MMError, OSError) as error:
-            known = error if isinstance(error, MMError) else explained_os_error(error)
+            known: MMError | None
+            if isinstance(error, MMError):
+                known = error
+            else:
+                known = explained_os_error(error)
             if known is None:
                 raise
             say(str(known), err=True)

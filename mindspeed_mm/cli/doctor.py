@@ -37,7 +37,10 @@ def command(request: DoctorRequest) -> int:
     else:
         for finding in findings:
             say(finding.line())
-        say("no problems" if not count else f"{count} problem{'s' if count > 1 else ''}")
+        if count == 1:
+            say("1 problem")
+        else:
+            say(f"{count or 'no'} problems")
     if count:
         return ExitCode.ENVIRONMENT
     return ExitCode.OK

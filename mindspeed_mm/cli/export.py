@@ -37,8 +37,10 @@ def command(request: ExportRequest) -> None:
         return
     for note in exported.notes:
         say(f"warning: {note}", err=True)
-    average = "the average of the weights " if exported.weights == "ema" else ""
-    say(
-        f"{exported.folder}: {exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB, "
-        f"{average}from {exported.checkpoint}{f' ({exported.why})' if exported.why else ''}"
-    )
+    origin = f"from {exported.checkpoint}"
+    if exported.weights == "ema":
+        origin = f"the average of the weights {origin}"
+    if exported.why:
+        origin += f" ({exported.why})"
+    size = f"{exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB"
+    say(f"{exported.folder}: {size}, {origin}")

@@ -53,6 +53,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield draft
         fsync_path(draft)
         draft.replace(path)
+    # the rename itself is on the disk only when the folder is
     fsync_path(path.parent)
 
 
@@ -95,6 +96,7 @@ def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
     A line that a crash has cut short stays on its own line; readers skip what does not parse.
     """
     lines = "".join(json.dumps(_finite(each), ensure_ascii=False, allow_nan=False) + "\n" for each in records)
+    # O_APPEND: records of several processes do not overwrite each other
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
@@ -220,6 +222,7 @@ def _start_ticks(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
+    # the program's name, in parentheses before the state, may hold blanks and parentheses
     state, *fields = stat.rpartition(")")[2].split()
     if state == "Z":
         return ""
@@ -277,6 +280,7 @@ class RunFolder:
         """
         self.prepare()
         owner = LockOwner.this_process(run_id)
+        # two jobs that start together would both find the folder free
         with one_at_a_time(self.path):
             self._refuse_second_job()
             atomic_write_text(self.lock_file, json.dumps(asdict(owner)))
@@ -288,6 +292,7 @@ class RunFolder:
         finally:
             stop.set()
             heartbeat.join()
+            # another job may have taken the folder over while this one was silent
             if self._owner() == owner:
                 self.lock_file.unlink(missing_ok=True)
 

@@ -42,8 +42,10 @@ def with_value(tree: Tree, key: str, value: object) -> Tree:
     """
     section: Any = tree
     name, _, rest = key.partition(".")
-    inner = section[name]
-    changed: Tree = section.model_copy(update={name: with_value(inner, rest, value) if rest else value})
+    inner = section[name]  # raises for a name that the section does not have
+    if rest:
+        value = with_value(inner, rest, value)
+    changed: Tree = section.model_copy(update={name: value})
     return changed
 
 
@@ -54,7 +56,7 @@ def key_of(steps: Iterable[str | int]) -> str:
         if isinstance(step, int):
             key += f"[{step}]"
         else:
-            key += f".{step}" if key else step
+            key = dotted(key, step)
     return key
 
 

@@ -7,7 +7,7 @@ _LARGEST = 2**63 - 1
 
 def is_count(value: object) -> bool:
     """Whether a value that was read is a whole number from 0 that files and tensors can count to."""
-    return type(value) is int and 0 <= value <= _LARGEST
+    return type(value) is int and 0 <= value <= _LARGEST  # `isinstance` would take True for 1
 
 
 def short_count(count: int) -> str:

@@ -41,7 +41,9 @@ class Problem:
     """The remedy, a full sentence: "Did you mean 'bf16'?"."""
 
     def __str__(self) -> str:
-        sentence = f"{self.what.rstrip('.')}. {self.way_out}" if self.way_out else self.what
+        sentence = self.what
+        if self.way_out:
+            sentence = f"{sentence.rstrip('.')}. {self.way_out}"
         return "  ".join(filter(None, (self.where, self.key, sentence)))
 
 
@@ -83,8 +85,10 @@ class MMError(Exception):
         way_out: str = "",
         problems: Sequence[Problem] = (),
     ) -> None:
-        self.headline = what if problems else ""
-        self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what, where, key, way_out),)
+        self.headline = ""
+        self.problems: tuple[Problem, ...] = (Problem(what, where, key, way_out),)
+        if problems:
+            self.headline, self.problems = what, tuple(problems)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -108,6 +112,7 @@ class MMError(Exception):
 
 
 def _rebuild(cls: type[MMError], headline: str, problems: tuple[Problem, ...]) -> MMError:
+    # without __init__: subclasses may take other arguments
     error = cls.__new__(cls)
     error.headline, error.problems = headline, problems
     Exception.__init__(error, str(error))
@@ -146,6 +151,7 @@ class CollectedErrors:
         first = self.errors[0]
         if len(self.errors) == 1:
             raise first
+        # a dict keeps the order and drops what two steps have found alike
         problems = dict.fromkeys(problem for error in self.errors for problem in error.problems)
         raise type(first)(headline, problems=list(problems)) from first
 

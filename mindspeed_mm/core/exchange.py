@@ -7,6 +7,7 @@ import errno
 import os
 from pathlib import Path
 
+# AT_FDCWD and RENAME_EXCHANGE of Linux' headers
 _FROM_WORKING_DIRECTORY = -100
 _EXCHANGE = 2
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV}
@@ -21,6 +22,7 @@ def exchange(one: Path, other: Path) -> bool:
     Raises:
         OSError: It was refused for another reason.
     """
+    # glibc has it from 2.28 on; Python has no function for it
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -46,6 +48,7 @@ def swap_folders(new: Path, standing: Path, aside: Path) -> None:
     Raises:
         OSError: `aside` is taken, or a rename was refused. All folders have their former names then.
     """
+    # tells after a failure which of the two folders has the name `aside`
     identity = new.stat().st_ino
     if os.path.lexists(aside):  # an empty folder would be replaced silently
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(aside))

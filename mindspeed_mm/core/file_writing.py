@@ -16,6 +16,7 @@ from mindspeed_mm.core.json_file import JsonObject, parse_json
 
 PAGE_MARK = '<meta name="generator" content="mindspeed-mm">'
 """In the head of every page of ours."""
+# a page or a report is read whole; a video of somebody's is not
 _HEAD_BYTES = 1 << 24
 
 IsOurs = Callable[[bytes], bool]
@@ -95,6 +96,7 @@ def check_output_place(target: Path, key: str = "") -> None:
     found = kind_above(target)
     if found is not None and found[0] != "a run folder":
         raise UsageError(f"lies in {found[0]}, {found[1]}", where=str(target), key=key, way_out="Choose another place.")
+    # by writing: permission bits say nothing about read-only file systems and quotas
     place = next(folder for folder in (target, *target.parents) if folder.is_dir())
     try:
         with tempfile.TemporaryFile(dir=place, prefix=".probe-"):  # without a name, where the file system can do that

@@ -50,7 +50,9 @@ def stamps_of(folder: Path) -> dict[str, list[int] | None]:
     for name in entries_of(folder):
         with suppress(FileNotFoundError):  # somebody has taken it away meanwhile
             status = (folder / name).lstat()
-            found[name] = None if stat.S_ISDIR(status.st_mode) else [status.st_size, status.st_mtime_ns]
+            found[name] = [status.st_size, status.st_mtime_ns]
+            if stat.S_ISDIR(status.st_mode):
+                found[name] = None
     return found
 
 
@@ -70,7 +72,9 @@ def changed_entries(folder: Path) -> list[str]:
     own = {name: stamp for name, stamp in stamps.items() if name in listed}
     if isinstance(listed, dict):
         return [name for name, stamp in own.items() if not _is_as_it_was(stamp, listed[name])]
-    written_ns = (folder / MARKER).lstat().st_mtime_ns if listed else 0
+    if not listed:
+        return []
+    written_ns = (folder / MARKER).lstat().st_mtime_ns
     return [name for name, stamp in own.items() if stamp and stamp[1] > written_ns]
 
 
@@ -132,6 +136,7 @@ def is_model(folder: Path) -> bool:
 
 def kind_of(folder: Path) -> str | None:
     """`a checkpoint`, `a model folder`, `a run folder`, or None."""
+
     if is_checkpoint(folder):
         return "a checkpoint"
     if is_model(folder):

@@ -21,9 +21,14 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
     """
     home = folder.resolve()
     allowed = (home, *_blobs_of(home))
-    for path in sorted(folder.rglob("*") if deep else folder.iterdir()):
+    entries = folder.iterdir()
+    if deep:
+        entries = folder.rglob("*")
+    for path in sorted(entries):
         if fault := _fault(path, allowed):
-            way_out = "Replace the link by the file itself." if path.is_symlink() else "Take it away."
+            way_out = "Take it away."
+            if path.is_symlink():
+                way_out = "Replace the link by the file itself."
             raise ModelFolderError(fault, where=str(path), way_out=way_out)
 
 
@@ -37,6 +42,7 @@ def _fault(path: Path, allowed: tuple[Path, ...]) -> str:
             return f"links out of the folder, to {target}"
         if not target.exists():
             return f"is a link that leads nowhere, to {target}"
+        # copying it with all that it holds would never end
         if path.parent.resolve().is_relative_to(target):
             return f"is a link to a folder that it lies in, {target}"
     if not (path.is_file() or path.is_dir()):
@@ -47,6 +53,7 @@ def _fault(path: Path, allowed: tuple[Path, ...]) -> str:
 def _blobs_of(home: Path) -> list[Path]:
     """Where the hub's cache keeps the files that a snapshot, or a component's folder in one, links to."""
     for place in (home, *home.parents):
+        # models--OWNER--NAME/snapshots/REVISION/… links into models--OWNER--NAME/blobs
         if place.parent.name == "snapshots":
             return [place.parent.parent / "blobs"]
     return []

@@ -98,9 +98,9 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
     target = resolve_output(path)
     if target.parent.is_dir():
         heal(target.parent)
-    is_kept = keep and _keeps_original(target)
     backup = {_KEPT_KEY: backup_of(target).name} if keep else {}
-    keep = keep and not is_kept
+    # of an earlier conversion in place the first original stays, not its result
+    keep = keep and not _keeps_original(target)
     _refuse_in_place(target, keep)
     make_writable_folder(target.parent)
     with _locked_draft(target) as draft:
@@ -137,13 +137,19 @@ def _keeps_original(target: Path) -> bool:
     return is_ours and backup.is_dir() and not is_touched(target)
 
 
+def _run_or_checkpoint(target: Path) -> str:
+    if is_run(target):
+        return "is a run folder"
+    return "is a checkpoint"
+
+
 def _refuse_in_place(target: Path, keep: bool) -> None:
     if not target.is_dir():
         raise _refusal(target, "is not a folder", "Name the folder that is converted.")
     if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
         raise _refusal(target, "cannot be replaced while it is a mount point or the working directory")
     if is_run(target) or is_checkpoint(target):
-        raise _refusal(target, "is a run folder" if is_run(target) else "is a checkpoint")
+        raise _refusal(target, _run_or_checkpoint(target))
     if keep and os.path.lexists(backup := backup_of(target)):
         raise _refusal(backup, "already exists, and the original is kept under this name", "Move it elsewhere first.")
 
@@ -182,8 +188,9 @@ def resolve_output(path: Path) -> Path:
     Raises:
         UsageError: The name cannot be used, or is a link that leads nowhere.
     """
-    shown = repr(str(path))[1:-1]
-    shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+    shown = repr(str(path))[1:-1]  # a name may hold control characters
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[:_LONGEST_SHOWN]}…"
     try:
         target = path.resolve()
         if path.is_symlink() and not target.exists():
@@ -192,7 +199,7 @@ def resolve_output(path: Path) -> Path:
     except PermissionError as error:
         raise MachineError(f"cannot be read: {error.strerror}", where=shown, way_out="Choose another.") from error
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot be a path: {reason}", where=shown, way_out="Choose another name.") from error
     return target
 
@@ -209,8 +216,10 @@ def _refuse_place(target: Path, sources: Sequence[Path]) -> None:
     if (above := kind_above(target)) is not None:
         raise _refusal(target, f"lies in {above[0]}, {above[1]}")
     working = Path.cwd()
-    if target == working or target in working.parents:
-        raise _refusal(target, "is the working directory" if target == working else "holds the working directory")
+    if target == working:
+        raise _refusal(target, "is the working directory")
+    if target in working.parents:
+        raise _refusal(target, "holds the working directory")
     if os.path.ismount(target):
         raise _refusal(target, "is a mount point, which cannot be replaced", f"Name a folder in it: {target / 'model'}")
 
@@ -221,7 +230,7 @@ def _refuse_occupied(target: Path, overwrite: bool) -> None:
     if not target.is_dir() or not any(target.iterdir()):
         return
     if is_run(target) or is_checkpoint(target):
-        raise _refusal(target, "is a run folder" if is_run(target) else "is a checkpoint")
+        raise _refusal(target, _run_or_checkpoint(target))
     foreign = foreign_entries(target)
     if foreign:
         what = "file or folder" if len(foreign) == 1 else "files or folders"
@@ -244,7 +253,10 @@ def _refusal(target: Path, why: str, way_out: str = "Choose another folder.") ->
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3] if len(names) <= 3 else [*names[:3], "…"])
+    shown = list(names[:3])
+    if len(names) > 3:
+        shown.append("…")
+    return ", ".join(shown)
 
 
 def remove_written(folder: Path) -> bool:
@@ -291,6 +303,7 @@ def _locked_draft(target: Path) -> Iterator[Path]:
 
 def _complete(draft: Path, target: Path, notes: Mapping[str, object] | None = None) -> None:
     """Everything is forced to the disk; then the marker says what belongs to the folder."""
+    # content before the marker: a marker that is there vouches for everything that it lists
     fsync_tree(draft)
     listed = {"name": target.name, DRAFT_KEY: draft.name, "version": __version__, "entries": stamps_of(draft)}
     _write_marker(draft, {**listed, **(notes or {})})
@@ -310,6 +323,7 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     with locked(target):
         swap_folders(draft, target, former)
         fsync_path(target.parent)
+        # looked at only now that nobody can find it under its old name
         if touched := foreign_entries(former) or changed_entries(former):
             swap_folders(former, target, draft)
             raise _refusal(target, f"'{touched[0]}' was added or changed in the meantime")

@@ -43,7 +43,7 @@ def collecting_what_is_new() -> Iterator[None]:
         return
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.unfreeze()  # all that there is now counts as old
+    gc.unfreeze()  # all that there is now counts as old: unfrozen objects come back into the oldest generation
     gc.set_threshold(thresholds[0], _NEVER, _NEVER)
     gc.enable()
     try:

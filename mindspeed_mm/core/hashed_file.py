@@ -81,6 +81,7 @@ class HashedFile(io.BufferedWriter):
         if self.closed:
             return
         try:
+            # what fails here (a full disk) is raised to whoever closes
             self.flush()
             os.fsync(self.fileno())
         finally:

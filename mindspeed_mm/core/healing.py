@@ -27,6 +27,7 @@ def heal(parent: Path) -> None:
     """Finish or take back what writers that were killed began in this folder: drafts are removed, and a folder that was
     being replaced gets its name back. Folders that live processes use, and users' own, stay as they are."""
     with suppress(PermissionError), one_at_a_time(parent):  # another user's are his to heal
+        # formers first: they are recognised by the markers of drafts, which the last loop removes
         for former in named(parent, FORMER):
             _heal_former(former)
         for backup in sorted(parent.glob(f"*{BACKUP}")):
@@ -90,10 +91,13 @@ def _heal_former(former: Path) -> None:
 
 def _heal_backup(backup: Path) -> None:
     """The name of a backup may hold the new folder, which the original was about to change places with."""
-    marker = (read_marker(backup) if backup.is_dir() else None) or {}
+    marker = {}
+    if backup.is_dir():
+        marker = read_marker(backup) or {}
     original, target = marker.get(ORIGINAL_KEY), _sibling(backup, marker.get("name"))
     if not isinstance(original, dict) or original.get("name") != backup.name or target is None:
         return
+    # the original still has its own name: the exchange has not happened
     if target.is_dir() and _identity(target) == original.get("identity"):
         _remove_dead(backup)
 

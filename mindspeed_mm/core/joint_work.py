@@ -88,7 +88,12 @@ class JointWorker(Generic[Job, Result]):
                 raise RuntimeError("closed")
             self._waiting.append(place)
             self._changed.notify()
-        place.future.add_done_callback(lambda future: self._leave(place) if future.cancelled() else None)
+
+        def leave(future: Future[Result]) -> None:
+            if future.cancelled():
+                self._leave(place)
+
+        place.future.add_done_callback(leave)
         return place.future
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -124,9 +129,11 @@ class JointWorker(Generic[Job, Result]):
                 for place in list(self._waiting):
                     if len(batch) == self._most:
                         break
+                    # passed over, not a barrier: later jobs that fit may overtake it once
                     if batch and not self._fits([each.job for each in batch], place.job):
                         continue
                     self._waiting.remove(place)
+                    # False: it was cancelled between arrival and now
                     if place.future.set_running_or_notify_cancel():
                         batch.append(place)
                 if batch or (self._closed and not self._waiting):

@@ -35,6 +35,8 @@ def parse_json(
         ValueError: It is not JSON or not text, is nested too deeply, or holds half a character or a number that is too
             large for a float.
     """
+    # only escapes can make half a character of valid text, and looking for one costs a second pass
+    escape: Any = "\\u" if isinstance(text, str) else b"\\u"
     constant = _not_finite if finite else None
     try:
         value = json.loads(
@@ -42,7 +44,7 @@ def parse_json(
         )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if ("\\u" if isinstance(text, str) else b"\\u") in text and has_lone_surrogate(value):  # type: ignore[operator]
+    if escape in text and has_lone_surrogate(value):
         raise ValueError(f"it holds {HALF_CHARACTER}")
     return value
 

@@ -64,9 +64,14 @@ def kept_sha256(path: Path, cache_dir: str | Path | None = None) -> str:
         return sha256_file(path)
     known_mark, known = _here.get(name, (None, ""))
     if known_mark != mark:
-        folder = user_cache() if cache_dir is None else Path(cache_dir)
-        known = sha256_file(path) if folder is None else _KeptHash(folder, name, mark).hash()
-        if mark_of(path.stat()) == mark:
+        folder = user_cache()
+        if cache_dir is not None:
+            folder = Path(cache_dir)
+        if folder is None:
+            known = sha256_file(path)
+        else:
+            known = _KeptHash(folder, name, mark).hash()
+        if mark_of(path.stat()) == mark:  # else it was written to while it was read
             _here[name] = (mark, known)
     return known
 
@@ -103,6 +108,7 @@ class _KeptHash:
             _log.debug("the hash of %s is not kept: %s", self._name, error)
             return sha256_file(self._file)
         try:
+            # polled, not awaited: the lock is shared by many files, and ours may be kept meanwhile
             while not _is_locked(lock):
                 time.sleep(_POLL_S)
                 if (found := self._read()) is not None:
@@ -121,7 +127,9 @@ class _KeptHash:
         """What is kept of the file as it is now; whatever else stands there does not count."""
         try:
             check, _, told = self._path.read_text(encoding="utf-8").partition(" ")
-            content = parse_json(told.encode()) if check == _entry_digest(told) else {}
+            if check != _entry_digest(told):
+                return None
+            content = parse_json(told.encode())
         except (OSError, ValueError):
             return None
         is_same = content.get("path") == self._name and tuple(content.get("mark", ())) == self._mark

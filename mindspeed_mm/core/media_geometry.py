@@ -27,12 +27,17 @@ class MediaSize:
 
     def __str__(self) -> str:
         size = f"{self.height}×{self.width}"
-        size = size if self.frames == 1 else f"{self.frames}×{size}"
+        if self.frames != 1:
+            size = f"{self.frames}×{size}"
         if self.lacks_video:
             size += " without a control video"
-        beside = [f"{self.sound} positions of sound"] if self.sound else []
-        if self.pictures:
-            beside.append("a further picture" if self.pictures == 1 else f"{self.pictures} further pictures")
+        beside = []
+        if self.sound:
+            beside.append(f"{self.sound} positions of sound")
+        if self.pictures == 1:
+            beside.append("a further picture")
+        elif self.pictures:
+            beside.append(f"{self.pictures} further pictures")
         if beside:
             return f"{size} with {' and '.join(beside)}"
         return size
@@ -69,6 +74,7 @@ class MediaGeometry:
     @property
     def side_step(self) -> int:
         """Height and width are multiples of it."""
+        # one step for both sides, also where a patch is not square
         return self.spatial_step or self.spatial_ratio * math.lcm(*self.patch[1:])
 
     @property
@@ -130,7 +136,9 @@ class MediaGeometry:
         if self.frame_group:
             frames = max(1, _nearest_multiple(size.frames, self.frame_group, least=0))
         elif self.is_video:
-            most = None if self.most_frames is None else (self.most_frames - 1) // self.frame_step * self.frame_step
+            most = None
+            if self.most_frames is not None:  # the largest k · step that leaves room for the first frame
+                most = (self.most_frames - 1) // self.frame_step * self.frame_step
             frames = _nearest_multiple(size.frames - 1, self.frame_step, least=0, most=most) + 1
         height = _nearest_multiple(size.height, step, *self._side_limits(self.heights))
         return MediaSize(frames, height, _nearest_multiple(size.width, step, *self._side_limits(self.widths)))
@@ -138,7 +146,9 @@ class MediaGeometry:
     def _side_limits(self, limits: SideRange) -> SideRange:
         """The smallest and largest multiple of `side_step` inside limits."""
         step, (smallest, largest) = self.side_step, limits
-        return max(step, math.ceil(smallest / step) * step), None if largest is None else largest // step * step
+        if largest is not None:
+            largest = largest // step * step
+        return max(step, math.ceil(smallest / step) * step), largest
 
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
         """(C, T, H, W) of a video model's latents, (C, H, W) of an image model's."""
@@ -165,8 +175,10 @@ class MediaGeometry:
 
     def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Tokens of latents of this shape along time, height and width."""
-        frames = latent_shape[-3] if self.is_video else self.patch[0]
         t, h, w = self.patch
+        frames = t  # an image is one token deep
+        if self.is_video:
+            frames = latent_shape[-3]
         return frames // t, latent_shape[-2] // h, latent_shape[-1] // w
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
@@ -196,8 +208,10 @@ class SoundGeometry:
 
 
 def _nearest_multiple(value: int, step: int, least: int, most: int | None = None) -> int:
-    below = value // step * step
-    nearest = max(least, below if value - below <= below + step - value else below + step)
+    nearest = value // step * step
+    if value - nearest > nearest + step - value:
+        nearest += step
+    nearest = max(least, nearest)
     if most is None:
         return nearest
     return min(nearest, most)

@@ -30,15 +30,18 @@ _LONGEST_SHOWN = 120
 
 def explained_os_error(error: OSError) -> MMError | None:
     """The error as one of ours, with the file and a way out; None for one that says nothing to a person."""
-    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    path = ""
+    if isinstance(error.filename, str | bytes):  # a descriptor, or None, names no file
+        path = os.fsdecode(error.filename)
     if error.errno in _WAYS_OUT:
         return MachineError(os.strerror(error.errno), where=path, way_out=_WAYS_OUT[error.errno])
     if error.errno in _NAMES:
-        shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
-        return UsageError(os.strerror(error.errno), where=shown, way_out="Give another path.")
+        if len(path) > _LONGEST_SHOWN:
+            path = f"{path[:_LONGEST_SHOWN]}…"
+        return UsageError(os.strerror(error.errno), where=path, way_out="Give another path.")
     if error.errno == errno.ENOENT:
         return _removed_folder(path)
-    if error.errno is None:
+    if error.errno is None:  # safetensors raises its own, with the path in the text alone
         found = _SAFETENSORS.fullmatch(str(error))
         if found is not None:
             return _missing_file_error(Path(found[1]))

@@ -29,7 +29,6 @@ import httpcore2
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.redaction import REDACTED, remember_secrets, without_secrets
-from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 
 T = TypeVar("T")
 
@@ -124,7 +123,9 @@ class Server:
     def __post_init__(self) -> None:
         parts = _address_parts(self.address)
         if parts is None:
-            shown = REDACTED if "@" in self.address else f"'{self.address[:100]}'"
+            shown = f"'{self.address[:100]}'"
+            if "@" in self.address:  # it may hold a password, and cannot be taken apart
+                shown = REDACTED
             way_out = "Give an address such as http://127.0.0.1:8000."
             raise ConfigError(f"{shown} is not an http address", key=self.key, way_out=way_out)
         for name, value in self._values().items():
@@ -226,7 +227,10 @@ class Server:
             OutboundError: See `ask`; also while the body is read.
         """
         clock = _Clock(self.limits)
-        body = None if content is None else json.dumps(content).encode()
+        body = None
+        if content is not None:
+            body = json.dumps(content).encode()
+        # the body of the `with` of the caller is outside of `_failures`: its own errors are not the server's
         with ExitStack() as held:
             with self._failures():
                 pool = httpcore2.ConnectionPool(
@@ -271,8 +275,10 @@ class Server:
     def _url(self, path: str) -> str:
         parts = self._parts
         host = parts.netloc.rpartition("@")[2]
-        query = f"?{parts.query}" if parts.query else ""
-        return f"{parts.scheme}://{host}{parts.path}{path}{query}"
+        url = f"{parts.scheme}://{host}{parts.path}{path}"
+        if parts.query:  # behind the path of the request, as some gateways want a key there
+            url += f"?{parts.query}"
+        return url
 
     def _values(self) -> dict[str, str]:
         """Header → value; with the password of the address, where it has one."""
@@ -304,7 +310,9 @@ class Server:
         url = proxies.get(parts.scheme) or proxies.get("all")
         if not url:
             return None
-        named = _address_parts(url if "://" in url else f"http://{url}")
+        if "://" not in url:  # curl and requests take `proxy:3128`, too
+            url = f"http://{url}"
+        named = _address_parts(url)
         if named is None:
             way_out = "Name one of http or https, or add the host to NO_PROXY."
             raise OutboundError("the proxy of the environment is not of http", where=self.shown, way_out=way_out)
@@ -318,13 +326,15 @@ class Server:
     def _check_head(self, answer: httpcore2.Response) -> None:
         heads = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
         if 300 <= answer.status < 400:
-            target = urlsplit(heads.get(b"location", "")).netloc.rpartition("@")[2]
-            where = f" to '{target[:100]}'" if target else ""
+            where = ""
+            if target := urlsplit(heads.get(b"location", "")).netloc.rpartition("@")[2]:
+                where = f" to '{target[:100]}'"
             raise self.failed(f"redirects{where} ({answer.status}), and redirects are not followed: name the address")
         encoding = heads.get(b"content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise self.failed(f"sends a compressed answer ({encoding[:40]}), which was not asked for")
         announced = heads.get(b"content-length", "")
+        # 20 digits are enough: Python takes long to read a number of a million digits
         if announced.isdecimal() and int(announced[:20]) > self.limits.most_bytes:
             raise self._too_large()
 
@@ -352,8 +362,10 @@ class Server:
         except httpcore2.ConnectError as error:
             raise self.failed(f"cannot be reached: {_reason_words(error)}", Unreachable) from error
         except httpcore2.TimeoutException as error:
-            silence = "" if self.limits.silence_s is None else f", or was silent for {self.limits.silence_s:g} s"
-            raise self.failed(f"did not answer within {self.limits.total_s:g} s{silence}") from error
+            what = f"did not answer within {self.limits.total_s:g} s"
+            if self.limits.silence_s is not None:
+                what += f", or was silent for {self.limits.silence_s:g} s"
+            raise self.failed(what) from error
         except httpcore2.ProxyError as error:
             raise self.failed(
                 f"is not reached: the proxy of the environment refuses: {_reason_words(error)}"
@@ -381,7 +393,9 @@ def key_header(variable: str | None, option: str, header: str = "Authorization")
         what = f"the environment variable {variable} is not set"
         raise ConfigError(what, key=option, way_out="Set it, or name none.")
     remember_secrets(key, "api_key")
-    return {header: f"Bearer {key}" if header.lower() == "authorization" else key}
+    if header.lower() == "authorization":
+        key = f"Bearer {key}"
+    return {header: key}
 
 
 def read_json(data: bytes) -> Any:
@@ -391,10 +405,7 @@ def read_json(data: bytes) -> Any:
         ValueError: It is not JSON or not UTF-8, nested too deeply, or holds a number that is not finite or half a
             character.
     """
-    value = parse_json(data, finite=True)
-    if b"\\ud" in data.lower() and has_lone_surrogate(value):
-        raise ValueError(f"it holds {HALF_CHARACTER}")
-    return value
+    return parse_json(data, finite=True)
 
 
 def one_line(text: str) -> str:
@@ -408,21 +419,31 @@ def _message_in(body: bytes) -> str:
         found = read_json(body)
     except ValueError:
         text = one_line(body[: 4 * _LONGEST_MESSAGE].decode(errors="replace"))
-        return "" if text.startswith("<") else text
+        if text.startswith("<"):  # a page of a proxy
+            return ""
+        return text
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and found.get(name):
             found = found[name]
-    return one_line(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+    if not isinstance(found, str):
+        found = json.dumps(found, ensure_ascii=False)
+    return one_line(found)
 
 
 def _phrase(status: int) -> str:
-    return HTTPStatus(status).phrase if status in set(HTTPStatus) else "it does not say why"
+    if status in set(HTTPStatus):
+        return HTTPStatus(status).phrase
+    return "it does not say why"
 
 
 def _reason_words(error: Exception) -> str:
-    reason = error.args[0] if error.args and isinstance(error.args[0], Exception) else error
+    reason = error
+    if error.args and isinstance(error.args[0], Exception):  # httpcore2 wraps the system's error
+        reason = error.args[0]
     said = getattr(reason, "strerror", None) or str(reason)
-    return one_line(f"{type(reason).__name__}: {said}" if isinstance(error, KeyError) or not said else said)
+    if isinstance(error, KeyError) or not said:  # the text of a KeyError is the key alone
+        said = f"{type(reason).__name__}: {said}"
+    return one_line(said)
 
 
 def _address_parts(address: str) -> SplitResult | None:
@@ -433,8 +454,9 @@ def _address_parts(address: str) -> SplitResult | None:
         str(parts.hostname).encode("idna")
     except ValueError:  # UnicodeError among them
         return None
-    is_web = is_web and not _UNFIT.search(address) and " " not in address
-    return parts._replace(path=parts.path.rstrip("/"), fragment="") if is_web else None
+    if not is_web or _UNFIT.search(address) or " " in address:
+        return None
+    return parts._replace(path=parts.path.rstrip("/"), fragment="")
 
 
 def _is_this_machine(host: str) -> bool:
@@ -450,21 +472,20 @@ def _trust() -> ssl.SSLContext:
     return httpcore2.default_ssl_context()
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 class _Clock:
     """What is left of a request's time."""
 
     def __init__(self, limits: RequestLimits) -> None:
-        self._limits, self._end_s = limits, time.monotonic() + limits.total_s
+        self._end_s, self._silence_s = time.monotonic() + limits.total_s, limits.silence_s
 
     def left_s(self) -> float:
-        """For the next thing that waits."""
+        """Seconds for the next thing that waits. Raises `httpcore2.ReadTimeout` when none are left."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             raise httpcore2.ReadTimeout
-        return left_s if self._limits.silence_s is None else min(left_s, self._limits.silence_s)
+        if self._silence_s is None:
+            return left_s
+        return min(left_s, self._silence_s)
 
 
 class _TimedStream(httpcore2.NetworkStream):
@@ -477,6 +498,7 @@ class _TimedStream(httpcore2.NetworkStream):
         return self._inner.read(max_bytes, self._clock.left_s())
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # in pieces: one long write to a server that reads slowly would outlive the deadline
         for start in range(0, len(buffer), _WRITTEN_AT_ONCE):
             self._inner.write(buffer[start : start + _WRITTEN_AT_ONCE], self._clock.left_s())
 
@@ -493,7 +515,7 @@ class _TimedStream(httpcore2.NetworkStream):
 
 
 class _TimedBackend(httpcore2.NetworkBackend):
-    """Makes such connections: to the addresses of a host one after the other, within the same deadline."""
+    """Makes such connections to the addresses of a host one after the other, within the same deadline."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock

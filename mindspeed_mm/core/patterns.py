@@ -56,6 +56,7 @@ def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re
     Raises:
         ConfigError: Braces that do not close, or hold something else than digits, ranges and `*`.
     """
+    # any prefix that ends at a dot: `q_proj` matches `layers.0.q_proj`, not `layers.0.my_q_proj`
     parts = [r"(?:.*\.)?"] if allow_suffix else []
     for token in _TOKEN.finditer(pattern):
         if token["stray"]:
@@ -64,8 +65,10 @@ def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re
             parts.append(_digits(token["braces"], pattern, key))
         elif token["text"]:
             parts.append(re.escape(token["text"]))
+        elif token["star"]:
+            parts.append(".*")
         else:
-            parts.append(".*" if token["star"] else ".")
+            parts.append(".")
     return re.compile("".join(parts))
 
 
@@ -89,6 +92,7 @@ def _digits(inside: str, pattern: str, key: str) -> str:
         first, last = 1, 0  # no range
         if span is not None:
             first, last = int(span[1]), int(span[2] or span[1])
+        # also of `{5-3}`, and of what is no range
         if not 0 <= last - first < _LONGEST_RANGE:
             raise ConfigError(
                 f"pattern '{pattern}': '{{{inside}}}' is not a range",

@@ -45,8 +45,9 @@ def word_for_python(error: MMError) -> None:
 
 def problem_for_python(problem: Problem) -> Problem:
     """The same problem in the words of the Python door."""
-    named = _OPTION.fullmatch(problem.key)
-    key = ARGUMENTS.get(named[1], problem.key) if named is not None else problem.key
+    key = problem.key
+    if named := _OPTION.fullmatch(key):
+        key = ARGUMENTS.get(named[1], key)
     return replace(
         problem,
         what=_sentence(problem.what),
@@ -61,6 +62,7 @@ def _python_place(where: str) -> str:
     prompt = _PLACE.fullmatch(where)
     if prompt is not None:
         return ARGUMENTS.get(prompt[1], where)
+    # lines of a file count from 1, rows of a list from 0
     return _ROW.sub(lambda found: f"{found[1]} rows, row {int(found[2]) - 1}", where)
 
 
@@ -83,4 +85,6 @@ def _argument(option: re.Match[str]) -> str:
         return option[0]
     if name in FLAGS or value == " auto":
         return f"{ARGUMENTS[name]}=True" + (value or "").removesuffix(" auto")
-    return ARGUMENTS[name] + (f"={value.strip()}" if value is not None else "")
+    if value is None:
+        return ARGUMENTS[name]
+    return f"{ARGUMENTS[name]}={value.strip()}"

@@ -72,7 +72,7 @@ def is_secret_name(name: str) -> bool:
     """Whether a key of this name holds a secret: `key`, `X-Api-Key`, `hfToken`, `token`; not `eos_token`,
     `max_new_tokens`, `image_key`, `api_key_env`."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").split("_")
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    before, last = ["", *words][-2:]
     if last in _SECRET_WORDS:
         return True
     if last == "token":
@@ -101,6 +101,7 @@ def secrets_in(value: object, key: str = "") -> Iterator[str]:
 
 def without_secrets(text: str) -> str:
     """The text without the values of secret keys, known secrets, known shapes of tokens and passwords in addresses."""
+    # the longest first: one secret may hold another, and half of it would stay
     for known in sorted(_known, key=len, reverse=True):
         text = text.replace(known, REDACTED)
     text = _ASSIGNMENT.sub(rf"\g<key>\g<sign>{REDACTED}", text)

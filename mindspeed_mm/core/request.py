@@ -93,7 +93,9 @@ class RequestField:
         annotation = self.annotation
         if self.is_multiple:
             annotation = get_args(annotation)[0]
-        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        members: tuple[Any, ...] = (annotation,)
+        if get_origin(annotation) in (Union, UnionType):  # `Optional[X]`, and `X | None`
+            members = get_args(annotation)
         return tuple(member for member in members if member is not NoneType)
 
     @property
@@ -133,8 +135,13 @@ class RequestField:
         """Raise `UsageError` for a value that this field cannot have."""
         if value is None and self.default is None:
             return
-        for each in value if self.is_multiple else (value,):
+        for each in self._items(value):
             self._check_one(each)
+
+    def _items(self, value: Any) -> Any:
+        if self.is_multiple:
+            return value
+        return (value,)
 
     def _check_one(self, value: object) -> None:
         if self.types == (bool,):
@@ -143,15 +150,19 @@ class RequestField:
                 raise UsageError(f"{short(value)} is neither True nor False", key=self.flag, way_out=way_out)
         elif self.choices:
             if value not in self.choices:
-                hint = did_you_mean(value, self.choices) if isinstance(value, str) else ""
+                hint = ""
+                if isinstance(value, str):
+                    hint = did_you_mean(value, self.choices)
                 what = f"{short(value)} is not one of {', '.join(self.choices)}"
                 raise UsageError(what, key=self.flag, way_out=hint.rstrip())
         elif str not in self.types and (int in self.types or float in self.types):
             self._check_number(value)
 
     def _check_number(self, value: Any) -> None:
-        is_whole = float not in self.types
-        what = "a whole number" if is_whole else "a finite number"
+        what: str = "a finite number"
+        kinds: Any = (int, float)
+        if float not in self.types:
+            what, kinds = "a whole number", int
         least, above, most = self.declared.least, self.declared.above, self.declared.most
         bounds = []
         if least is not None:
@@ -160,7 +171,6 @@ class RequestField:
             bounds.append(f"above {above:g}")
         if most is not None:
             bounds.append(f"up to {most:g}")
-        kinds = int if is_whole else (int, float)
         # To Python True is the number 1.
         fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
         if fits and least is not None:
@@ -213,7 +223,9 @@ def _declared_fields(kind: type[Request]) -> Iterator[RequestField]:
     for each in fields(kind):
         declared = each.metadata.get(_DECLARED)
         if declared is not None:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
+            default = each.default
+            if each.default_factory is not MISSING:
+                default = each.default_factory()
             yield RequestField(each.name, annotations[each.name], default, declared)
 
 
@@ -254,7 +266,7 @@ def words_of(request: Request, *, with_arguments: bool = True) -> list[str]:
         elif each.is_flag:
             words.append(each.flag)
         elif each.declared.words is not None:
-            words.append(f"{each.flag}={each.declared.words[not value]}")
+            words.append(f"{each.flag}={each.declared.words[not value]}")  # (word of True, word of False)
         else:
             # Written as one word: a value may begin with a dash.
             words += [f"{each.flag}={item}" for item in items]
@@ -265,7 +277,9 @@ def words_of(request: Request, *, with_arguments: bool = True) -> list[str]:
 
 def short(value: object) -> str:
     """A value as messages show it, however long it is."""
-    text = str(value) if isinstance(value, Path) else reprlib.repr(value)
+    text = reprlib.repr(value)  # of a long list the first entries alone
+    if isinstance(value, Path):
+        text = str(value)
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - 3]}..."

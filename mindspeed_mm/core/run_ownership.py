@@ -72,7 +72,7 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
 def others_files(folder: Path, config: Path | None = None) -> int:
     """How many files and folders lie in a run folder that are not under names of a run's; the YAML that is trained does
     not count."""
-    own_yaml = config.resolve() if config is not None else None
+    own_yaml = config and config.resolve()
     own_names = {*_NAMES, MARKER, RunFolder(folder).lock_file.name}
     count = 0
     for path in folder.iterdir():

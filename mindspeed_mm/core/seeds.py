@@ -10,4 +10,5 @@ MOST_SEED = 2**63 - 1
 
 def derive_seed(*parts: int | str) -> int:
     """64 bits that depend on all parts and their order, on every machine the same."""
+    # `hash` is salted anew in each process
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

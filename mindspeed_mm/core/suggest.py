@@ -34,6 +34,7 @@ def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | 
     if not path.parent.is_dir():
         return None
     by_stem = {entry.stem.lower(): entry for entry in sorted(path.parent.iterdir()) if fits(entry)}
+    # stricter than for words: names of files are often alike (`train`, `train2`)
     near = nearest(path.stem.lower(), by_stem, likeness=0.75)
     if near:
         return by_stem[near[0]]

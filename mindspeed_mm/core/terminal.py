@@ -46,6 +46,7 @@ def say(text: object = "", *, err: bool = False, end: str = "\n", styled: bool =
     else:
         shown = visible(shown)
     stream = sys.stderr if err else sys.stdout
+    # a stream that is not UTF-8 (LANG=C) gets escapes, where `print` alone would raise
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(shown.encode(encoding, "backslashreplace").decode(encoding), end=end, file=stream, flush=True)
 
@@ -73,7 +74,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
-    if code == 13:
+    if code == 13:  # a carriage return, as shells and Python write it
         return "\\r"
     if code < 256:
         return f"\\x{code:02x}"

@@ -12,6 +12,7 @@ HALF_CHARACTER = "a lone surrogate (half a character)"
 def has_lone_surrogate(value: object) -> bool:
     """Whether a text, or one anywhere in a JSON value, holds half a character. Tokenisers and files take none."""
     try:
+        # of nested values in one pass; UTF-8 has no code for half a character
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError:
         return True

@@ -48,21 +48,15 @@ def put_data(reading: Reading, root: Node) -> None:
         if kind == "vace":
             reading.draft.fill("model.task", kind, "rows of VACE: src_video, src_video_mask, src_ref_images")
     elif kind in _OLDER_ROWS:
-        left_out = _put_loader(reading, root)
-        if left_out:
-            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        _put_loader(reading, root, "rows are dealt otherwise")
         taken = _put_older_rows(reading, root, kind)
         _note_left_out(reading, root, taken, "the processor and the chat template of the model's folder say it")
         _note_bounds(reading)
     elif kind == "bagel":
-        left_out = _put_loader(reading, root)
-        if left_out:
-            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        _put_loader(reading, root, "rows are dealt otherwise")
         _note_left_out(reading, root, put_omni_rows(reading, root), "the model's folder says it")
     elif kind == "rewardvideo":
-        left_out = _put_loader(reading, root)
-        if left_out:
-            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        _put_loader(reading, root, "rows are dealt otherwise")
         _note_left_out(reading, root, put_pairs_of_videos(reading, root), "videos are seen as the released model does")
     elif kind in _NOT_READ:
         reading.draft.problem(
@@ -91,22 +85,19 @@ def _put_generation(reading: Reading, root: Node) -> None:
     """What files of generators say of the loader; grouping by size is what ours does anyway."""
     place = place_at(root, "dataset_param.dataset_type")
     reading.draft.put(f"{_DATASET}.dataset_type", "generation", place)
-    left_out = _put_loader(reading, root)
-    if left_out:
-        reading.draft.note(
-            f"{root.place.source}: {', '.join(left_out)} have no effect: a micro-batch of a generator has one size."
-        )
+    _put_loader(reading, root, "a micro-batch of a generator has one size")
 
 
-def _put_loader(reading: Reading, root: Node) -> list[str]:
-    """Order and processes of the loader; the collator is ours. Returns the names of what is left out."""
+def _put_loader(reading: Reading, root: Node, reason: str) -> None:
+    """Order and processes of the loader; the collator is ours. What is left out is noted, with the reason."""
     left_out = []
     for name, entry in entries_at(root, "dataloader_param").items():
         if name in DataloaderParam.model_fields and name != "collate_param":
             reading.draft.put_node(f"data.dataloader_param.{name}", entry.node)
         elif name not in ("collate_param", "initial_global_step_for_sampler"):
             left_out.append(name)
-    return left_out
+    if left_out:
+        reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: {reason}.")
 
 
 def _put_features(reading: Reading, root: Node) -> Collection[str]:
@@ -115,7 +106,9 @@ def _put_features(reading: Reading, root: Node) -> Collection[str]:
     for name in names:
         entry = find(root, f"dataset_param.basic_parameters.{name}")
         if entry is not None and isinstance(entry.node.value, str):
-            value = entry.node.value if name == "data_folder" else entry.node.value.rpartition("/")[0] or "."
+            value = entry.node.value
+            if name == "data_path":  # the index inside the folder
+                value = value.rpartition("/")[0] or "."
             reading.draft.put(f"{_DATASET}.basic_parameters.features_dir", value, entry.node.place)
             break
     else:
@@ -136,6 +129,7 @@ def _put_media(reading: Reading, root: Node) -> Collection[str]:
             value = plain(entry.node)
             if theirs == "data_storage_mode" and isinstance(value, str):
                 value = _STORED.get(value, value)
+            # an empty text: the setting is not used
             if value not in (None, ""):
                 reading.draft.put(f"{_DATASET}.{key}", value, entry.node.place)
     return taken
@@ -194,7 +188,9 @@ def _pictures(reading: Reading, root: Node) -> list[str]:
     taken = [*_put_sets(reading, root), "tokenizer_config"]
     tokenizer = find(root, "dataset_param.tokenizer_config")
     if tokenizer is not None:
-        first = tokenizer.node.value[0] if isinstance(tokenizer.node.value, list) else tokenizer.node
+        first = tokenizer.node
+        if isinstance(first.value, list):
+            first = first.value[0]
         _put_folder(reading, _find_text(first, "from_pretrained"))
     taken += _put_tiles(reading, root)
     frames = find(root, "dataset_param.max_num_frame")
@@ -303,9 +299,15 @@ def _set(reading: Reading, name: str, section: Node) -> JsonObject:
     path, folder = _find_text(section, "data_path"), _find_text(section, "data_folder")
     if path is None:
         reading.draft.problem("names no data_path", section.place, "Name the file of the rows.")
-    entry = {"path": path.value if path else "", "name": name, "media_dir": folder.value if folder else ""}
-    times = find(section, "repeat_time")
-    value = plain(times.node) if times is not None else 1
+    entry = {}
+    if path is not None:
+        entry["path"] = path.value
+    entry["name"] = name
+    if folder is not None:
+        entry["media_dir"] = folder.value
+    times, value = find(section, "repeat_time"), 1
+    if times is not None:
+        value = plain(times.node)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if times is not None and not (is_number and value > 0 and (value < 1 or value % 1 == 0)):
         what = f"repeat_time is {value!r}, neither a share of the rows nor a whole number of times"

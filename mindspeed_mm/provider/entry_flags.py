@@ -39,6 +39,7 @@ class EntryFlags:
             flag, sign, _ = word.partition("=")
             if flag in self.idle:
                 notes.append(f"{flag} has no effect: {self.idle[flag]}")
+                # the next word is the value of a flag that does nothing
                 has_value = not sign and flag not in self.idle_switches
             elif flag.startswith("--"):
                 raise UsageError("no such flag", key=flag, way_out="See --help.")
@@ -66,6 +67,7 @@ def entry_flags(script: str, **meanings: Mapping[str, object]) -> EntryFlags:
         meanings: Flag → what each value that it may have means to the caller.
     """
     entry = flag_table()["entries"][script]
+    # no abbreviations: a mistyped flag would set another one
     parser = _EntryParser(f"{script}.py", description=entry["description"], allow_abbrev=False)
     for name, row in entry["flags"].items():
         options = dict(row)

@@ -73,6 +73,7 @@ def _handed(tree: ast.Module) -> Iterator[tuple[str, str]]:
         by_name = {word.arg: word.value for word in call.keywords}
         for name, place in _FUNCTIONS.items():
             given = by_name.get(name)
+            # by position, as most scripts call `pretrain`
             if given is None and place < len(call.args):
                 given = call.args[place]
             if given is None:

@@ -33,7 +33,9 @@ _WAN = {
 
 def _adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
     """Names of layers as the libraries have them; other words stay what they are."""
-    table = _WAN if is_generator else _LANGUAGE
+    table = _LANGUAGE
+    if is_generator:
+        table = _WAN
     names: dict[str, None] = {}
     for word in words:
         names |= dict.fromkeys(table.get(word, (word,)))
@@ -159,6 +161,7 @@ def _anneal(reading: Reading) -> None:
     last, place = reading.value("lr_wsd_decay_iters"), reading.place("lr_wsd_decay_iters")
     if last is None:
         draft.problem("is not given, but WSD anneals", place, "Give the number of steps at the end that anneal.")
+        # without it the check of the configuration would report the same thing again
         draft.fill("training.lr_decay_ratio", 1 / steps, "what is missing is told once")
     elif not 0 < last < steps:
         draft.problem(f"{last} is not between 1 and {steps - 1}", place, f"They are the last of all {steps} steps.")
@@ -177,6 +180,7 @@ def optimizer(reading: Reading) -> None:
     elif reading.has("optimizer"):
         draft.put("training.optimizer", _OPTIMIZERS[name], reading.place("optimizer"))
     if reading.value("swap_optimizer") and name == "adam":
+        # `replace`: --optimizer adam has set the key already, and `put` would see a contradiction
         draft.replace("training.optimizer", "adamw_swap", reading.place("swap_optimizer"))
     elif reading.value("swap_optimizer"):
         draft.problem(
@@ -214,6 +218,7 @@ def scaled_learning_rates(reading: Reading) -> None:
     """Parameters whose names hold a word learn at another rate."""
     words, factor = reading.value("lr_scale_modules"), reading.value("lr_mult")
     if words:
+        # the plan takes regular expressions, the flag parts of names
         plan = [{"match": re.escape(word), "scale": factor} for word in words]
         reading.draft.put("training.lr_scaling_plan", plan, reading.place("lr_scale_modules"))
     elif reading.has("lr_mult"):
@@ -244,6 +249,7 @@ def starting_point(reading: Reading) -> None:
             continue
         if path == saved:
             draft.note(f"--load and --save are {path}: a run continues by itself from the newest checkpoint there.")
+        # a generator's weights are part of the model's folder: they are loaded with it
         elif str(PurePosixPath(path)) != reading.folder_of_weights:
             draft.put("training.load", path, reading.place(name))
     if reading.has("ckpt_step") and draft.value("training.load") is None:
@@ -288,6 +294,7 @@ def validation(reading: Reading) -> None:
     else:
         draft.fill("training.val_interval", 1000, "Megatron's default of --eval-interval")
     micro = draft.value("training.micro_batch_size", 1)
+    # --eval-iters counts global batches, val_max_samples counts samples
     batch = micro * reading.data_ranks * draft.value("training.gradient_accumulation_steps", 1)
     if draft.value(f"{basic}.val_dataset") or draft.value(f"{basic}.val_rate"):
         words = f"--eval-iters {reading.value('eval_iters')} x {batch} samples"
@@ -354,6 +361,7 @@ def profiled_steps(reading: Reading) -> None:
     for name, key in (("profile_step_start", "start_step"), ("profile_step_end", "end_step")):
         if reading.has(name):
             where = f"tools.profile.static_param.{key}"
+            # ours count from 1
             reading.draft.put(where, reading.value(name) + 1, reading.place(name))
     if reading.has("profile_ranks"):
         words, place = reading.value("profile_ranks"), reading.place("profile_ranks")

@@ -54,6 +54,7 @@ def flag_of_key() -> dict[str, str]:
     last_parts = Counter(key.rpartition(".")[2] for key in found)
     short = {}
     for key, name in found.items():
+        # messages may name a key by its last part alone; a word without `_` may be any word
         last = key.rpartition(".")[2]
         if "_" in last and last_parts[last] == 1 and not key.startswith("data."):
             short[last] = name

@@ -44,6 +44,7 @@ class LaunchFlag:
 
     def __post_init__(self) -> None:
         if self.kind == "switch":
+            # the class is frozen
             object.__setattr__(self, "default", False)
 
     @property
@@ -73,6 +74,7 @@ def flag_table() -> JsonObject:
 def _launch_flags() -> tuple[LaunchFlag, ...]:
     table = flag_table()
     flags = [LaunchFlag(name, **row) for section in table["read"].values() for name, row in section.items()]
+    # one reason for many flags: a group has names by kind
     for effect in ("idle", "refused"):
         for group in table[effect]:
             kinds = {**group}

@@ -93,6 +93,7 @@ def put_generator(reading: Reading, root: Node) -> None:
         config_file = Path(folder) / "transformer" / "config.json"
         if config_file.is_file() and model_id in _SIZES:
             config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
+            # diffusers' config.json has no hidden_size; model.json has no width of a head
             heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
             if isinstance(heads, int) and isinstance(width, int):
                 config = {**config, "hidden_size": heads * width}
@@ -144,6 +145,7 @@ def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
     load = reading.value("load")
     if isinstance(load, str) and PurePosixPath(load).name in EXPERT_PARTS:
         parents.setdefault(str(PurePosixPath(load).parent), reading.place("load"))
+    # the first one wins: `ae` is read before the encoders
     if len(parents) > 1:
         (one, place), (other, elsewhere) = list(parents.items())[:2]
         reading.draft.note(f"{elsewhere}: components lie in {other}, too; all of them are taken from {one}.")
@@ -217,6 +219,7 @@ def _put_expert(reading: Reading, root: Node, shift: Any) -> None:
             reason = "where a step lies depends on the shift"
         draft.problem(f"timestep boundaries: {reason}", place, "Give diffusion.shift, and 0 ≤ min < max ≤ 1.")
         return
+    # shares count from pure noise (σ = 1) down, so that the largest share is the smallest σ
     levels = [round(shifted_level(1 - shares[key], float(shift)), 4) for key in ("max", "min")]
     alone = expert_of(shares)
     folder = Path(str(draft.value("model.model_name_or_path", "")))

@@ -40,6 +40,7 @@ def _with_places(text: str, content: Mapping[str, object], source: str) -> Node:
     except ConfigError:
         return as_node(content, SourcePosition(source))
     root = document.root
+    # YAML reads some values otherwise; JSON decides, and such a tree names the file alone
     if plain(root) != content:
         return as_node(content, SourcePosition(source))
     return root

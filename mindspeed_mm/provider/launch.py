@@ -99,6 +99,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         _check_words(launch.flags, words[0])
         notes = [f"{words[0]}: {name} is set nowhere in it, and taken as empty." for name in empty]
         return launch._replace(flags=[*launch.flags, *words[1:]], notes=tuple(notes))
+    # the first script is the entry: those behind it are values of flags
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
     if not scripts:
         return Launch("", list(words))
@@ -122,9 +123,10 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         if word.startswith("--") and flag in _NUMBER_OF_RANKS:
             words_of_flag = 1 if sign else 2
             kept += launcher[at : at + words_of_flag]
-    file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
     kept += _STANDS_FOR.get(name, ())
-    return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
+    if own and own[0].endswith((".yaml", ".yml")):  # one YAML of all flags stays the first word
+        kept.insert(0, own.pop(0))
+    return Launch(name, [*kept, *own], Path(words[entry]), _RUNNER in launcher)
 
 
 def _of_mindspore(where: str) -> UsageError:
@@ -180,6 +182,7 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
         if _OF_MINDSPORE.match(statement):
             raise _of_mindspore(str(path))
         launch = _LAUNCH.fullmatch(statement)
+        # a launch inside of `if` or `for` may not be the one that runs
         if launch and depth == 0:
             return _launch_words(launch[1], values, environment, path)
         for name in _SET_BY_COMMANDS.findall(statement):
@@ -189,9 +192,11 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
             if depth > 0 or asks:  # whether a block runs, only a shell knows
                 values[name] = environment.get(name, f"\0{name}\0")
             else:
-                values[name] = "".join(
-                    text if is_literal else _expanded(text, values, environment) for text, is_literal in pieces
-                )
+                values[name] = ""
+                for text, is_literal in pieces:
+                    if not is_literal:
+                        text = _expanded(text, values, environment)
+                    values[name] += text
         if depth and _CLOSES.fullmatch(statement):
             depth -= 1
     raise UsageError(
@@ -243,6 +248,7 @@ def _without_comment(line: str, quote: str) -> tuple[str, str]:
 
 
 def _launch_words(command: str, values: Mapping[str, str], environment: Mapping[str, str], path: Path) -> list[str]:
+    # what follows is where the output goes: `2>&1 | tee log`
     command = re.split(r"\s(?:\d?>|\||&)", command)[0]
     text = _expanded(_OWN_WORDS.sub("", command), values, environment)
     try:
@@ -262,6 +268,7 @@ def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, st
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
+        # an empty variable counts as unset, as in `${NAME:-default}`
         known = values.get(name) or environment.get(name)
         if known or default is not None:
             return known or default

@@ -61,6 +61,7 @@ def kept_attention(reading: Reading) -> None:
     if not reading.value("recompute_skip_core_attention"):
         if count:
             reading.draft.note("--recompute-num-layers-skip-core-attention acts with --recompute-skip-core-attention.")
+    # 0: no layer keeps it
     elif count != 0:
         place = reading.place("recompute_skip_core_attention")
         reading.draft.put("model.skip_flash_attn_recompute", True, place)
@@ -86,9 +87,11 @@ def _put_first_layers(reading: Reading, count: int, place: SourcePosition) -> No
     spans, start = [], 0
     for layers in stages:
         last = start + min(count, layers) - 1
-        if layers:
-            spans.append(str(start) if last == start else f"{start}-{last}")
-        start += layers
+        if layers and last == start:
+            spans.append(str(start))
+        elif layers:
+            spans.append(f"{start}-{last}")
+        start += layers  # layers of all stages are numbered through
     pattern = f"{reading.names.layers}.{{{','.join(spans)}}}"
     reading.draft.put(f"{_PLAN}.apply_modules", [pattern], place)
 

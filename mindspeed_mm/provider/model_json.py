@@ -95,13 +95,16 @@ def put_model(reading: Reading, root: Node) -> None:
     if model_id in model_cards():
         reading.draft.put("model.model_id", model_id, place_at(root, "model_id"))
     config = _config_of(folder)
+    # before everything below: sizes, stages and frozen parts are written by names of modules
     reading.names = names_of(config, model_id or text_at(root, f"{_DECODER}.model_id") or "")
     if is_library_model:
         reading.decoder_layers = layers_of(config)
         _put_loss(reading, root)
     else:
         layers = value_at_key(root, f"{_DECODER}.num_layers")
-        reading.decoder_layers = layers if isinstance(layers, int) and layers > 0 else layers_of(config)
+        reading.decoder_layers = layers_of(config)
+        if isinstance(layers, int) and layers > 0:
+            reading.decoder_layers = layers
         if config:
             where = str(Path(folder or "") / "config.json")
             compare_language_model(reading, find(root, _DECODER), config, where)
@@ -139,11 +142,11 @@ def _put_patch(reading: Reading, root: Node) -> None:
         if name == "muon_optimizer" and is_on:
             reading.draft.put("training.optimizer", "muon", entry.node.place)
         elif name == "adaptive_clip_grad_norm" and is_on:
-            given = find(entry.node, "clip_grad_ema_decay")
-            decay = _NORM_DECAY if given is None else plain(given.node)
+            given, decay = find(entry.node, "clip_grad_ema_decay"), _NORM_DECAY
+            if given is not None:
+                entry, decay = given, plain(given.node)
             if decay:  # 0 clips as ever
-                place = (entry if given is None else given).node.place
-                reading.draft.put("training.clip_grad_ema_decay", decay, place)
+                reading.draft.put("training.clip_grad_ema_decay", decay, entry.node.place)
         elif name in _REFUSED_OF_PATCH and is_on:
             reading.draft.problem(f"patch.{name} is not built", entry.node.place, "Take it out.")
         elif is_on and name not in _NO_EFFECT_OF_PATCH:
@@ -253,6 +256,7 @@ def _put_stages(reading: Reading, root: Node) -> None:
         reading.stage_layers = flat
         # A stage begins behind the layers of all before it; the first needs no cut.
         points = [f"{reading.names.layers}.{start}" for start in accumulate(flat[:-1])]
+        # the last stage has the norm and the head alone
         if flat[-1] == 0:
             points[-1] = reading.names.of_decoder("norm")
         reading.draft.put("parallel.pp_plan.split_points", points, place)
@@ -297,6 +301,7 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
             reading.draft.problem("freeze: the parts of this model are not known by name", place, way_out)
         return
     patterns = []
+    # Qwen's merger is a module of the tower: the tower's own name covers both
     projector_inside = all(name.startswith(f"{names.vision}.") for name in names.projector)
     if _TOWER in frozen and _PROJECTOR in frozen and projector_inside:
         patterns.append(names.vision)
@@ -320,7 +325,9 @@ def _frozen_parts(reading: Reading, root: Node, *, with_defaults: bool) -> list[
         name = next((each for each in (f"{part}.freeze", *switches) if value_at_key(root, each) is not None), part)
         if find(root, name) is None:
             continue
-        given = None if name == part else value_at_key(root, name)
+        given = None
+        if name != part:
+            given = value_at_key(root, name)
         if given is None:
             given = with_defaults and part in (_TOWER, _AUDIO)
         elif not isinstance(given, bool):
@@ -350,6 +357,7 @@ def _check_form(reading: Reading, root: Node) -> None:
             what = f"{section} is {plain(node)!r}, not an object"
             reading.draft.problem(what, node.place, "Put its settings into {}.")
             continue
+        # a key that is nearly one that is given, too, is another setting
         absent = [name for name in acting if name not in node.value]
         for key in node.value:
             if key in acting:

@@ -63,7 +63,9 @@ def compare_tower(reading: Reading, entry: MappingEntry | None, config: HubConfi
     """Report each size of `vision_encoder` that differs from `vision_config` in the folder's config.json. Nothing is
     compared where the file has no such section."""
     inner = config.get("thinker_config", config)
-    vision = inner.get("vision_config") if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping):
+        return
+    vision = inner.get("vision_config")
     if isinstance(vision, Mapping):
         compare(reading, entry, _VISION, vision, "image_encoder.vision_encoder", where)
 
@@ -94,8 +96,8 @@ def compare(
         if given is None or not known or plain(given.node) in (None, known[0]):
             continue
         tells = f"{part}.{name}  {plain(given.node)}, {where} says {known[0]}"
-        of_tower = "" if part == "text_decoder" else " of the tower"
-        if {name, f"{name}{of_tower}"} & _ONLY_NOTED:
+        is_noted = name in _ONLY_NOTED or (part != "text_decoder" and f"{name} of the tower" in _ONLY_NOTED)
+        if is_noted:
             reading.draft.note(f"{given.node.place}  {tells}; the folder's value counts.")
         else:
             reading.draft.problem(tells, given.node.place, "The folder is what is built: change model.json.")

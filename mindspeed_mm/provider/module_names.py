@@ -119,6 +119,7 @@ _IDS = {
 
 def names_of(config: HubConfig, model_id: str = "") -> ModuleNames | None:
     """The names of a model, by its config.json or by the id that model.json gives it; None for other models."""
+    # the config.json of an omni model's thinker alone
     model_type = str(config.get("model_type", "")).removesuffix("_thinker")
     return FAMILIES.get(model_type) or FAMILIES.get(_IDS.get(model_id, model_id))
 
@@ -169,6 +170,7 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
         return _of_class(class_name, names) or [written]
     if (own := _own_name(written, names)) != written:
         return [own]
+    # older versions of transformers had no outer `model.`
     for root in (names.decoder, names.vision, names.audio, *names.projector):
         if root.startswith("model.") and f"{written}.".startswith(f"{root.removeprefix('model.')}."):
             return [f"model.{written}"]

@@ -98,6 +98,7 @@ def put_omni_rows(reading: Reading, root: Node) -> list[str]:
     for where, prefix in _TRANSFORMS:
         for theirs, ours in _SIZES.items():
             entry = find(root, f"{_THEIRS}.{where}.{theirs}")
+            # the sets of one kind share our size: the first group that has one decides
             key = f"{_PREPROCESS}.{prefix}_{ours}"
             if entry is not None and not draft.has(key):
                 draft.put(key, plain(entry.node), entry.node.place)
@@ -106,6 +107,7 @@ def put_omni_rows(reading: Reading, root: Node) -> list[str]:
         taken.append("packed_parameters.max_num_tokens_per_sample")
         draft.put(f"{_BASIC}.cutoff_len", plain(longest.node), longest.node.place)
         draft.put(f"{_BASIC}.packing", True, longest.node.place)
+        # a packed row is as long as its samples allow: --seq-length would set cutoff_len again
         reading.settled.add("seq_length")
     return taken
 
@@ -120,7 +122,9 @@ def _put_sets(reading: Reading, root: Node) -> list[str]:
     entries = []
     for group in groups:
         inside = entries_at(root, f"{_THEIRS}.{group}")
-        names: Any = plain(inside["dataset_names"].node) if "dataset_names" in inside else []
+        names: Any = []
+        if "dataset_names" in inside:
+            names = plain(inside["dataset_names"].node)
         for name in names:
             at = f"{_THEIRS}.{group}.{name}"
             rows = text_at(root, f"{at}.jsonl_path") or text_at(root, f"{at}.data_dir")

@@ -49,8 +49,9 @@ class _Parser(argparse.ArgumentParser):
         name, _, rest = message.removeprefix("argument ").partition(": ")
         if not message.startswith("argument ") or not rest:
             raise UsageError(message)
-        what = "needs a value" if rest.startswith(("expected one", "expected at least one")) else rest
-        raise UsageError(what, where=name.split("/")[0])
+        if rest.startswith(("expected one", "expected at least one")):
+            rest = "needs a value"
+        raise UsageError(rest, where=name.split("/")[0])  # all spellings of the flag, with `/` between them
 
 
 def parse(
@@ -74,7 +75,9 @@ def parse(
     file, flags = OneYaml(), list(words)
     if words and words[0].endswith((".yaml", ".yml")):
         file, flags = _read_one_yaml(Path(words[0])), flags[1:]
-    parser = build_parser() if extra_args_provider is not None else _usual_parser()
+    parser = _usual_parser()
+    if extra_args_provider is not None:
+        parser = build_parser()  # the cached one must not get a user's flags
     ours = dict(parser._option_string_actions)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
@@ -84,12 +87,14 @@ def parse(
         row = by_spelling().get(name)
         if row is not None and (row.idle or row.refused) and parser._option_string_actions.get(name) is not action:
             given.places.pop(row.dest, None)  # a user's own flag that has the name of one that would say nothing here
-    problems = [] if ignore_unknown else _unknown(left, flags, _spellings(parser))
-    problems += _convert(known, given)
+    problems = _convert(known, given)
+    if not ignore_unknown:
+        problems = [*_unknown(left, flags, _spellings(parser)), *problems]
     if problems:
         raise UsageError(f"{count_of(problems)} in the flags", problems=problems)
     values = vars(known)
     for flag in FLAGS:
+        # after parsing: SUPPRESS has left absent flags out, so that `places` tells what was given
         if values.get(flag.dest) is None:
             values[flag.dest] = flag.default
     given.world_size = _world_size(known, given, environment)
@@ -170,13 +175,18 @@ def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) ->
     for word in left:
         if word.startswith("--"):
             name = word.split("=", 1)[0]
-            meant = nearest_flag(name, known)
-            problems.append(Problem("unknown flag", name, way_out=f"Did you mean '{meant}'?" if meant else ""))
+            problems.append(Problem("unknown flag", name, way_out=_hint(nearest_flag(name, known))))
         elif word in owned:
             owned.remove(word)
         else:
             problems.append(Problem(f"'{word}' belongs to no flag", way_out="Quote paths that hold spaces."))
     return problems
+
+
+def _hint(meant: str) -> str:
+    if meant:
+        return f"Did you mean '{meant}'?"
+    return ""
 
 
 def _convert(namespace: Namespace, given: GivenFlags) -> list[Problem]:
@@ -283,7 +293,7 @@ def _add(found: OneYaml, name: str, node: Node, problems: list[Problem]) -> None
     flag = by_spelling().get(f"--{name}")
     if flag is None:
         meant = nearest_flag(name, by_spelling()).removeprefix("--")
-        problems.append(Problem("unknown flag", str(node.place), name, f"Did you mean '{meant}'?" if meant else ""))
+        problems.append(Problem("unknown flag", str(node.place), name, _hint(meant)))
     elif value is None or value is False:
         return
     elif flag.kind == "switch" and value is not True:
@@ -293,5 +303,7 @@ def _add(found: OneYaml, name: str, node: Node, problems: list[Problem]) -> None
     else:
         found.words.append(f"--{flag.name}")
         if flag.kind != "switch":
-            found.words += map(str, value if isinstance(value, list) else [value])
+            if not isinstance(value, list):
+                value = [value]
+            found.words += map(str, value)
         found.places[flag.dest] = node.place

@@ -70,7 +70,11 @@ def _share_sequences(reading: Reading) -> None:
 def _put_strength(reading: Reading, root: Node) -> None:
     """β of a noise level: twice --dpo-beta × loss_beta × the number of the step, 1000 σ."""
     entry = find(root, "dpo.loss_beta")
-    strength = plain(entry.node) if entry is not None and plain(entry.node) is not None else _LOSS_BETA
+    strength = None
+    if entry is not None:
+        strength = plain(entry.node)
+    if strength is None:
+        strength = _LOSS_BETA
     if isinstance(strength, bool) or not isinstance(strength, int | float):
         place = place_at(root, "dpo.loss_beta")
         reading.draft.problem(f"{strength!r} is not a number", place, "Give one, e.g. 2000.")
@@ -132,5 +136,6 @@ def _reference(reading: Reading) -> None:
         reading.value("load"),
         reading.folder_of_weights,
     ]
+    # a reference that is what training starts from needs no second folder
     if PurePosixPath(path) not in [PurePosixPath(each) for each in own if each]:
         reading.draft.put("posttrain.reference.model_name_or_path", path, reading.place("ref_model"))

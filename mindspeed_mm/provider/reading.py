@@ -62,7 +62,9 @@ class Draft:
 
     def replace(self, key: str, value: object, place: SourcePosition) -> None:
         """Set a key, whatever it had."""
-        node = value if isinstance(value, Node) else as_node(_as_plain(value), place)
+        node = value
+        if not isinstance(node, Node):
+            node = as_node(_as_plain(value), place)
         parents = key.split(".")[:-1]
         for depth in range(1, len(parents) + 1):  # a section that a file leaves empty takes keys
             parent = find(self.root, ".".join(parents[:depth]))

@@ -61,8 +61,9 @@ def put_rewards(reading: Reading, root: Node) -> None:
             draft.put(f"model.{ours}", plain(entry.node), entry.node.place)
     if reading.value("lora_target_modules"):
         whole = ["rm_head"]
-        if value_at_key(root, "lora_mixed_training") is True:
-            whole += [] if value_at_key(root, "image_encoder.vision_encoder.freeze") else ["model.visual"]
+        is_mixed = value_at_key(root, "lora_mixed_training") is True
+        if is_mixed and not value_at_key(root, "image_encoder.vision_encoder.freeze"):
+            whole.append("model.visual")
         draft.put("training.lora.modules_to_save", whole, place_at(root, "lora_mixed_training"))
         if value_at_key(root, "text_decoder.word_embeddings_training") is True:
             draft.note(

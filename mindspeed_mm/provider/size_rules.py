@@ -83,6 +83,7 @@ def accumulation(reading: Reading) -> None:
     micro, wanted = draft.value("training.micro_batch_size"), reading.value("global_batch_size")
     if wanted is None or not isinstance(micro, int) or micro < 1:
         return
+    # samples of all data ranks in one forward pass
     at_once = micro * reading.data_ranks
     place = reading.place("global_batch_size")
     if reading.given.world_size is None:
@@ -103,7 +104,9 @@ def pipeline_schedule(reading: Reading) -> None:
     """Interleaved where chunks are asked for; all forward passes first where micro-batches are fewer than stages."""
     stages, draft = reading.size("pipeline_parallel_size"), reading.draft
     older, newer = "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
-    name = newer if reading.has(newer) else older
+    name = older
+    if reading.has(newer):
+        name = newer
     chunks, place = reading.value(name, 1), reading.place(name)
     if reading.sharing_stages > 1:
         return
@@ -189,7 +192,9 @@ def floating_point_types(reading: Reading) -> None:
             dtype, place = chosen[0], reading.place(chosen[0])
         else:
             dtype, place = mixed, reading.place("mixed_precision")
-        sums = "bf16" if reading.value("grad_reduce_in_bf16") else "fp32"
+        sums = "fp32"
+        if reading.value("grad_reduce_in_bf16"):
+            sums = "bf16"
         for key, value in (("param_dtype", dtype), ("reduce_dtype", sums)):
             held = reading.draft.value(f"parallel.fsdp_plan.{key}")
             if held is None:
@@ -314,7 +319,9 @@ def _put_group_size(reading: Reading, node: Node | None, name: str) -> None:
         reading.draft.put(_SHARDS, "auto", node.place)
     elif isinstance(value, int) and value >= 1:
         size = math.lcm(value, of_both)
-        place = node.place if size == value else derived(f"{name} {value}")
+        place = node.place
+        if size != value:  # rounded up to whole groups
+            place = derived(f"{name} {value}")
         reading.draft.put(_SHARDS, size, place)
     else:
         reading.draft.problem(f"{name} is {show(value)}", node.place, "Write auto, or a whole number from 1.")
@@ -322,7 +329,9 @@ def _put_group_size(reading: Reading, node: Node | None, name: str) -> None:
 
 def _put_patterns(reading: Reading, key: str, node: Node) -> None:
     patterns: dict[str, SourcePosition] = {}
-    items = node.value if isinstance(node.value, list) else [node]
+    items = [node]
+    if isinstance(node.value, list):
+        items = node.value
     for item in items:
         if not isinstance(item.value, str):
             reading.draft.problem(f"{show(plain(item))} is not a pattern", item.place, "Write a list of names.")

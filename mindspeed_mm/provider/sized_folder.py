@@ -94,6 +94,7 @@ def _tower(tower: Section, width: int, kind: str) -> JsonObject:
     for name in _PATCHES:
         if name in tower:
             config[name] = tower[name]
+    # `hidden_size` of Qwen2-VL's vision_config is the width behind the merger, of Qwen2.5-VL's the tower's own
     if kind == "qwen2_vl":
         inner = {"embed_dim": tower["hidden_size"], "hidden_size": width}
         return config | inner | {"mlp_ratio": tower["ffn_hidden_size"] / tower["hidden_size"]}
@@ -110,6 +111,7 @@ def _wan(model: Section, where: str) -> dict[str, JsonObject]:
     _check(predictor, _WAN_NEEDS, "predictor", where)
     takes_images = predictor.get("model_type", model.get("task")) == "i2v"
     width = predictor["hidden_size"]
+    # diffusers names the width of a head, model.json that of all of them
     transformer: JsonObject = {"attention_head_dim": width // predictor["num_heads"]}
     for key, names in WAN_SIZES.items():
         is_used = takes_images or key not in _WAN_OF_IMAGES

@@ -135,6 +135,7 @@ def translate(
     reading = Reading(namespace)
     _put_flags(reading)
     model_json, data_json, tools_json = _put_files(reading)
+    # after all files: rules read what files have put
     for rule in RULES:
         rule(reading)
     _fill_defaults(reading)
@@ -169,6 +170,7 @@ def _put_files(reading: Reading) -> tuple[JsonObject, JsonObject, JsonObject]:
         root = _root(reading, name, dest)
         if root is not None:
             found[name] = plain(root)
+            # a file with problems does not keep the others from being read
             _attempt(reading, put, root)
     return found["model"], found["data"], found["tools"]
 

@@ -71,6 +71,7 @@ def as_dict(config: ResolvedConfig) -> JsonObject:
 def _without_defaults(text: str) -> str:
     """Drop default values, then the sections that hold nothing any more."""
     kept: list[str] = []
+    # from the end: a section is kept only if something deeper follows it
     for line in reversed([line for line in text.splitlines() if not line.endswith(("  # default", "  # card"))]):
         is_section = line.rstrip().endswith(":")
         if not is_section or (kept and _indent(kept[-1]) > _indent(line)):

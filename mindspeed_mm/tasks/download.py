@@ -55,6 +55,7 @@ def run(request: DownloadRequest) -> Path:
     if program is None:
         way_out = f"Install it: pip install {client.package}."
         raise MachineError(f"{client.programs[0]} is not installed", way_out=way_out)
+    # who asks for a download is not offline, whatever is set for training
     environment = {name: value for name, value in safe_environment().items() if name not in _OFFLINE}
     words = [program, *client.words, request.name, client.folder, str(folder)]
     code = subprocess.run(words, env=environment, check=False).returncode

@@ -71,7 +71,9 @@ def run(request: FlopsRequest) -> FlopsReport:
     """
     from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape, imagined_batch, with_labels
 
-    height, width = height_and_width(request.image_size, "--image-size") if request.image_size else (0, 0)
+    height = width = 0
+    if request.image_size:
+        height, width = height_and_width(request.image_size, "--image-size")
     sample = SampleShape(
         request.seq or 0, request.labels, request.images, height, width, request.frames, request.sound_s or 0.0
     )
@@ -105,7 +107,7 @@ def run(request: FlopsRequest) -> FlopsReport:
         causal=total.causal._asdict(),
         full=total.full._asdict(),
         uncounted=list(count.uncounted),
-        speed=_speed(total, tokens, *peak) if peak is not None else None,
+        speed=peak and _speed(total, tokens, *peak),
     )
 
 
@@ -155,6 +157,7 @@ def _peak(request: FlopsRequest) -> tuple[float, float, str] | None:
 
 
 def _speed(total: ByConvention, tokens: int, tokens_per_s: float, peak: float, device: str) -> Speed:
+    # steps a second, as a share of the peak: multiplied by the FLOPs of a step
     each = tokens_per_s / tokens / peak / 1e12
     return Speed(
         tokens_per_s,

@@ -21,7 +21,6 @@ def _started_from(run: Path) -> Path | None:
         facts = parse_json((run / "run.json").read_bytes())
     except (OSError, ValueError):
         return None
-    name = facts.get("model_name_or_path") if isinstance(facts, dict) else None
-    if isinstance(name, str):
-        return Path(name)
+    if isinstance(facts, dict) and isinstance(facts.get("model_name_or_path"), str):
+        return Path(facts["model_name_or_path"])
     return None

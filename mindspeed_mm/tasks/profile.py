@@ -53,6 +53,7 @@ def run_config(request: ProfilingRequest) -> Profiled:
     if out.is_dir() and any(out.glob("*.trace.json*")):
         raise UsageError("holds traces of another profile", where=str(out), way_out="Choose another folder.")
     own = [
+        # after the caller's overrides, so that nothing brings them back
         "training.save=null",
         "training.val_interval=0",
         "tools.memory_profile.enable=false",
@@ -86,6 +87,7 @@ def _stdout_kept() -> Iterator[None]:
     """What the run prints, and what its ranks print, goes to stderr: stdout is for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
+    # the descriptor, not `sys.stdout`: ranks and libraries write to it themselves
     os.dup2(2, 1)
     try:
         yield

@@ -300,7 +300,7 @@ class _Check:
             self.result.notes.append(facts.attention.install)
         if added is not None and added.known:
             self.result.warnings.append(f"model.add_tokens: {added}")
-        errors.attempt(check_stored_weights, self.outline, arguments)
+        errors.attempt(check_stored_weights, self.outline, arguments.model, arguments.training)
         try:
             self.plan = resolve_plan(self.outline, arguments, self._sizes(), errors=errors)
         except MMError:

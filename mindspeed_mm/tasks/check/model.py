@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
@@ -39,18 +40,17 @@ def weights_to_start_from(training: TrainingArguments) -> Path | None:
     return None
 
 
-def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
+def check_stored_weights(outline: Outline, model: ModelArguments, training: TrainingArguments) -> None:
     """Raise what training would when it loads the weights that a run starts from.
 
     Raises:
         ModelFolderError: Weights are missing, left over or of another shape.
     """
-    training = arguments.training
     told = weights_to_start_from(training)
-    starts_without = arguments.model.train_from_scratch or training.load
+    starts_without = model.train_from_scratch or training.load
     if (told is None and starts_without) or not _lacks_values(outline.model):
         return
-    folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
+    folder = weights_folder(outline.model, told or require_folder(model.model_name_or_path))
     if not has_weights(folder):
         find_entries(folder)  # says what is wrong
     missing, unexpected = training.allow_missing, training.allow_unexpected
@@ -80,7 +80,7 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
     with told_of_reference(arguments.posttrain):
         outline = reference_outline(arguments)
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
-        check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
+        check_stored_weights(outline, start.model, start.training.model_copy(update=_FRESH))
     check_same_inputs(policy, outline.model, folder)
 
 
@@ -100,7 +100,7 @@ def check_critic(arguments: Arguments, student: nn.Module) -> None:
     start = critic_start(arguments)
     with told_of_critic(arguments.posttrain):
         outline = build_outline(start)
-        check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
+        check_stored_weights(outline, start.model, start.training.model_copy(update=_FRESH))
     check_same_inputs(student, outline.model, folder, critic_key(arguments.posttrain))
 
 

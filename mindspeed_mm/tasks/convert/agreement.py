@@ -36,16 +36,19 @@ class Agreement:
         A difference is measured against the logit itself, or the median of its position or of its row of the
         vocabulary where that is larger: one row or position of huge numbers hides nothing in the others.
         """
+        # (positions, words)
         source, written = (logits.double().flatten(0, -2) for logits in (source, written))
         lowest = torch.finfo(torch.float32).min
         masked = (source == written) & (source <= lowest)
         not_finite = ~source.isfinite() & ~written.isfinite() & ~masked
         counts = masked | not_finite
+        # NaN: left out by nanmedian and fmax
         size = torch.where(counts | ~source.isfinite(), torch.nan, source.abs())
         usual = torch.fmax(size.nanmedian(dim=0, keepdim=True).values, size.nanmedian(dim=1, keepdim=True).values)
         allowed_beside = torch.fmax(size, usual)
         difference = (source - written).abs()
         relative = torch.where(difference == 0, 0.0, difference / allowed_beside)
+        # below every real difference, so that `max` and `argmax` pass over what does not count
         relative = torch.where(counts, -1.0, relative.nan_to_num(torch.inf, torch.inf))
         most = float(relative.max())
         compared = int(counts.logical_not().sum())

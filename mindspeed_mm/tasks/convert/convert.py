@@ -88,6 +88,7 @@ def run(
         raise UsageError(
             "ranks divide a Megatron-style target", key="--tp --pp --vpp --ep", way_out="Add --to megatron."
         )
+    # special sources first: `recognise` knows folders of transformers, runs and Megatron's ranks
     if is_gguf(source) and to in (None, "hf"):
         _refuse_model(model_folder)
         return "gguf", _from_gguf(source, target, overwrite=overwrite)
@@ -279,7 +280,9 @@ def _generator(
     division: Division | None = None,
 ) -> Converted:
     division = division or Division()
-    places = Places(division.pp, division.vpp) if division.pp * division.vpp > 1 else None
+    places = None
+    if division.pp * division.vpp > 1:
+        places = Places(division.pp, division.vpp)
     wanted = GeneratorTarget(naming, division.tp, places, hf_dir=model_folder)
     return convert_generator(
         source, target, wanted, overwrite=writing.overwrite, verify=bool(writing.verify), stream=sys.stderr

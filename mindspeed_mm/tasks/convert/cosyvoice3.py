@@ -62,6 +62,7 @@ def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
     ledger = SourceLedger(pt_tensors(path), path)
     tensors: dict[str, LazyTensor] = dict(ledger.tensors)
     _check_names(tensors, path)
+    # a release may store a tied head as a tensor of its own
     tied = HEAD not in tensors or torch.equal(tensors[HEAD].read(), tensors[EMBEDDING].read())
     left_out = {}
     if tied and tensors.pop(HEAD, None) is not None:

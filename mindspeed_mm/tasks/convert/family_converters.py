@@ -338,6 +338,7 @@ def _adapters_in(step: Path, modules: Sequence[str]) -> tuple[dict[str, torch.Te
         if modules and not any(word in layer for word in modules):
             left[layer] = None
             continue
+        # x.lora_A.default.weight → x.lora_A.weight, as PEFT's files have it
         side = side.replace(f".{ADAPTER}", "")
         if side == "magnitude_vector.weight":
             side = "magnitude_vector"

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _FAMILY, _BASE = "qwen3_tts", "base"
 _VOICES, _ENCODER = "talker.model.codec_embedding.weight", "speaker_encoder."
+# the row that the published fine-tuning takes
 _ROW = 3000
 _LEAST_SECONDS = 0.1
 
@@ -144,6 +145,7 @@ def _embedded(weights: dict[str, torch.Tensor], spectrum: torch.Tensor, settings
     """What the encoder makes of a voice, (D,), in single precision."""
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet  # seconds
 
+    # the same network as in Qwen2.5-Omni, which transformers has
     encoder = ECAPA_TimeDelayNet(settings.speaker_encoder_config).float().eval()
     encoder.load_state_dict({key: tensor.float() for key, tensor in weights.items()})
     with torch.no_grad():

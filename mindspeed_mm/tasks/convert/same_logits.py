@@ -123,6 +123,7 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
     if sides.plain is not None and sides.is_plain_written:
         dtypes = _written_dtypes(sides.plain)
     for folder in sides.checkpoints:
+        # one model at a time holds weights
         model = models.pop()
         _fill(model, folder)
         with UsedWeights(model) as used:
@@ -135,6 +136,7 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
         unused = used.told()
         del model, used
     if sides.is_plain_written:
+        # the plain folder was computed first, whichever side it is
         computed.reverse()
     of_source, of_written = computed
     found = {what: Agreement.of(of_source[what], of_written[what]) for what in given}
@@ -348,6 +350,7 @@ class UsedWeights(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        # reading `parameter.dtype` or `.shape` is no use of its numbers
         reads_attribute = getattr(func, "__name__", "") == "__get__"
         if isinstance(result, torch.Tensor | tuple | list) and not reads_attribute:
             self._note((*args, *kwargs.values()))

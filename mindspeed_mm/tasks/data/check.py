@@ -73,6 +73,12 @@ class DataCheck:
             return int(ExitCode.DATA)
         return int(ExitCode.OK)
 
+    def _are_media_decoded(self) -> bool | None:
+        """None where the data set makes its samples itself, and nobody knows."""
+        if self.media_read == "samples":
+            return None
+        return self.media_read in ("decoded", "measured")
+
     def to_dict(self) -> dict[str, object]:
         """For machines; bad rows are in `--bad-rows`."""
         return {
@@ -85,7 +91,7 @@ class DataCheck:
             "cut": self.cut,
             "samples": self.samples,
             "seconds": round(self.seconds, 2),
-            "decoded": None if self.media_read == "samples" else self.media_read in ("decoded", "measured"),
+            "decoded": self._are_media_decoded(),
             "media_read": self.media_read,
             "exit_code": self.exit_code,
             "findings": [to_dict(finding) for finding in self.findings],
@@ -117,6 +123,7 @@ def run(request: DataCheckRequest) -> DataCheck:
     result.seconds = time.monotonic() - began
     result.media_read = _media_read(data.dataset, tally, decode=request.decode)
     _judge(result, data, tally, _ranks(request.nproc))
+    # a batch of rows that have faults fails for the same reasons
     if not result.errors:
         result.findings = [*_of_first_batch(data), *result.findings]
     return result
@@ -159,10 +166,9 @@ def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
 def _media_read(dataset: MMDataset, tally: RowStatistics, *, decode: bool) -> MediaRead:
     """What was done to media in this pass."""
     if is_denoised(dataset):
-        by_header: MediaRead = "decoded" if decode else "headers"
-        if dataset.is_raw:
-            return by_header
-        return "features"
+        if not dataset.is_raw:
+            return "features"
+        return "decoded" if decode else "headers"
     if not dataset.has_rows:
         return "samples"
     if not tally.with_media:
@@ -180,6 +186,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     try:
         global_batch = data.global_batch(ranks)
     except ConfigError:
+        # so many ranks cannot train this plan: the smallest number that can
         global_batch = data.global_batch(least_ranks(data.arguments.parallel))
     terms = Terms(
         basic,
@@ -192,7 +199,9 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     result.rows, result.read, result.usable = data.rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     result.samples, result.cut = len(tally.sample_lengths(basic)), tally.longer_documents(basic)
-    elsewhere = None if is_denoised(dataset) else partial(_search_media, dataset, basic)
+    elsewhere = None
+    if not is_denoised(dataset):
+        elsewhere = partial(_search_media, dataset, basic)
     findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere)
     findings += _of_template(data, tally)
     if is_denoised(dataset):
@@ -248,7 +257,9 @@ def _search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[Bad
     tried = rows[:_MOST_TRIED]
     if not dataset.has_rows:
         return []
-    folders = [] if basic.dataset_dir is not None else [file.parent for file in _named_files(basic)]
+    folders = []
+    if basic.dataset_dir is None:
+        folders = [file.parent for file in _named_files(basic)]
     paths_of_rows = []
     for row in tried:
         if paths := _paths(dataset.sample(row.index)):
@@ -259,6 +270,7 @@ def _search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[Bad
         for paths in paths_of_rows:
             saved += all((folder / path).is_file() for path in paths)
         if saved:
+            # so many of the rows that were tried, scaled to all that miss media
             found.append(Fix(f"{BASIC}.dataset_dir={folder}", round(saved * len(rows) / len(tried))))
     return sorted(found, key=lambda fix: -fix.saves_rows)[:1]
 
@@ -277,8 +289,9 @@ def _paths(sample: Sample) -> list[str]:
         source = item.source
         if isinstance(source, dict):
             source = source.get("path")
-        names = source if isinstance(source, list) else [source]  # a list: the frames of a clip
-        found += [name for name in names if isinstance(name, str)]
+        if not isinstance(source, list):  # a list: the frames of a clip
+            source = [source]
+        found += [name for name in source if isinstance(name, str)]
     return found
 
 
@@ -292,7 +305,9 @@ def _candidates(basic: BasicParameters) -> list[Path]:
     tried = list(bases)
     for base in bases:
         tried += [base / name for name in _SUBFOLDERS]
-    here = None if basic.dataset_dir is None else Path(basic.dataset_dir).resolve()
+    here = None
+    if basic.dataset_dir is not None:
+        here = Path(basic.dataset_dir).resolve()
     found = []
     for folder in dict.fromkeys(tried):
         if folder.is_dir() and folder.resolve() != here:
@@ -307,7 +322,9 @@ def _named_files(basic: BasicParameters) -> list[Path]:
         entries = entries.split(",")
     found = []
     for entry in entries:
-        name = str(entry.path if isinstance(entry, DataEntry) else entry).strip()
+        if isinstance(entry, DataEntry):
+            entry = entry.path
+        name = str(entry).strip()
         for path in (Path(name), rows_folder(basic.dataset_dir) / name):
             if path.exists():
                 found.append(path if path.is_file() else path / "rows")

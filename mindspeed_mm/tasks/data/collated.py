@@ -81,9 +81,14 @@ def _arrays_of_batch(batch: Batch) -> list[tuple[str, TokenArrays]]:
     weights_BL = _moved_back(_like(ids_BL, batch, "loss_weights"), 0)
     found = []
     for row, name in enumerate(_names(batch, len(ids_BL))):
-        kept = slice(None) if mask_BL is None else mask_BL[row] != 0
-        labels = None if labels_BL is None else labels_BL[row][kept].numpy()
-        weights = None if weights_BL is None else weights_BL[row][kept].numpy()
+        kept = torch.ones_like(ids_BL[row], dtype=torch.bool)
+        if mask_BL is not None:
+            kept = mask_BL[row] != 0  # (L,); padding may be on either side
+        labels = weights = None
+        if labels_BL is not None:
+            labels = labels_BL[row][kept].numpy()
+        if weights_BL is not None:
+            weights = weights_BL[row][kept].numpy()
         found.append((name, TokenArrays(ids_BL[row][kept].numpy(), labels, weights, {})))
     return found
 

@@ -305,6 +305,7 @@ def shares(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     found = {"mean": float(np.mean(values))}
+    # inverted_cdf: a value that a row has, not one between two
     for name, percent in {"p50": 50, "p95": 95, "max": 100}.items():
         found[name] = float(np.percentile(values, percent, method="inverted_cdf"))
     return {name: round(value, 3) for name, value in found.items()}

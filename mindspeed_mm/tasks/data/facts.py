@@ -158,8 +158,8 @@ class DenoisedLook:
             contradiction=found.contradiction,
             roles=roles,
         )
-        target = _facts_of_header("video" if header.frames > 1 else "image", header)
-        facts.media = (target, *(each.medium for each in roles))
+        kind = "video" if header.frames > 1 else "image"
+        facts.media = (_facts_of_header(kind, header), *(each.medium for each in roles))
         return facts
 
     def _further(self, found: SampleDescription) -> Iterator[RoleFacts]:
@@ -168,7 +168,9 @@ class DenoisedLook:
             assert self.dataset.media is not None
             yield _role_facts(role, medium_facts(kind, self.dataset.media.probe(kind, source)), found.size)
         for role, (kind, *noted) in found.beside.items():
-            header = MediaHeader(*noted) if noted else MediaHeader(0, 0, 0)
+            header = MediaHeader(0, 0, 0)  # sounds have no size
+            if noted:
+                header = MediaHeader(*noted)
             yield _role_facts(role, _facts_of_header(kind, header), found.size)
 
 
@@ -179,8 +181,14 @@ def _role_facts(role: str, medium: MediumFacts, size: MediaSize) -> RoleFacts:
 
 
 def _facts_of_header(kind: str, header: MediaHeader) -> MediumFacts:
-    seconds = header.frames / header.fps if header.fps else 0.0
-    return MediumFacts(kind, header.width, header.height, header.frames, seconds)
+    return MediumFacts(kind, header.width, header.height, header.frames, _seconds(header.frames, header.fps))
+
+
+def _seconds(frames: int, fps: float) -> float:
+    """Length of a clip; 0 of a still image, which has no frame rate."""
+    if not fps:
+        return 0.0
+    return frames / fps
 
 
 class RowLook:
@@ -232,7 +240,8 @@ class RowLook:
     def _describe(self, facts: RowFacts, index: int) -> Sample | None:
         """What the raw row and the converted one tell."""
         row_id = self.dataset.row(index).get("id")
-        facts.row_id = str(row_id) if isinstance(row_id, str | int) else None
+        if isinstance(row_id, str | int):
+            facts.row_id = str(row_id)
         if not self.dataset.has_rows:
             return None
         sample = self.dataset.sample(index)
@@ -261,6 +270,7 @@ class RowLook:
             facts.decodes = self._decoded() > before
             facts.media = tuple(self._header(item) for item in row.media)
             if self._decode and facts.media:
+                # what decoding raises is the row's fault
                 _ = self.dataset[index]
             return
         item = self.dataset.item(index, 0)
@@ -274,7 +284,9 @@ class RowLook:
             if isinstance(sample, dict):
                 facts.shrunk |= bool(sample.get("shrunk"))
                 for medium in sample.get("media") or ():
-                    kind = medium.kind if isinstance(medium, MediaFeatures) else "medium"
+                    kind = "medium"  # of a plugin's own class
+                    if isinstance(medium, MediaFeatures):
+                        kind = medium.kind
                     facts.media += (MediumFacts(kind),)
 
     def _decoded(self) -> int:
@@ -300,6 +312,7 @@ def trained_tokens(labels: npt.ArrayLike | None, weights: npt.ArrayLike | None =
     """Labels that the loss counts: the first token has nothing before it to be told from."""
     if labels is None:
         return 0
+    # (L - 1,): the label of token n is what token n - 1 is trained to predict
     counted = np.asarray(labels)[1:] != IGNORED_LABEL
     if weights is not None:
         counted &= np.asarray(weights)[1:] != 0
@@ -313,15 +326,18 @@ def has_empty_answer(sample: Sample) -> bool:
         if message["role"] != "assistant" or weight == 0:
             continue
         content = message["content"]
-        says = content.strip() if isinstance(content, str) else content
-        if not (says or message.get("tool_calls") or message.get("reasoning_content")):
+        if isinstance(content, str):
+            content = content.strip()
+        if not (content or message.get("tool_calls") or message.get("reasoning_content")):
             return True
     return False
 
 
 def texts_of(sample: Sample) -> list[str]:
     """Every text of a sample that a person or a model wrote."""
-    found = [sample.text] if sample.text is not None else []
+    found = []
+    if sample.text is not None:
+        found.append(sample.text)
     for message in sample.messages:
         content = message.get("content")
         if isinstance(content, str):
@@ -356,7 +372,7 @@ def medium_facts(kind: str, header: ImageHeader | ClipHeader | AudioHeader | Non
         case ImageHeader():
             return MediumFacts(kind, header.width, header.height)
         case ClipHeader():
-            seconds = header.total_frames / header.fps if header.fps else 0.0
+            seconds = _seconds(header.total_frames, header.fps)
             return MediumFacts(kind, header.width, header.height, header.total_frames, seconds)
         case AudioHeader():
             return MediumFacts(kind, seconds=header.seconds)

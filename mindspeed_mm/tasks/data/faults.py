@@ -86,6 +86,10 @@ def fault_of_reason(place: str, reason: str) -> RowFault:
 
 def fault_of(error: MMError) -> RowFault:
     """The fault of a row by the error that was raised for it."""
-    problem = error.problems[0] if not error.headline else Problem(str(error))
-    kind = kind_of(problem.what) if isinstance(error, DataError) else "configuration"
+    problem = error.problems[0]
+    if error.headline:  # several problems: all of them in one text
+        problem = Problem(str(error))
+    kind = "configuration"
+    if isinstance(error, DataError):
+        kind = kind_of(problem.what)
     return RowFault(kind, problem.what, problem.key, problem.way_out)

@@ -105,6 +105,7 @@ def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None =
             fixes += elsewhere(rows)
         fixes += _advised(rows)
         if not may_skip and kind == kinds[0] and kind != "configuration":
+            # rounded up: the suggested limit must not be below the share itself
             fraction = min(1.0, np.ceil(share * 1000 + 1e-9) / 1000)
             fixes.append(
                 Fix(
@@ -177,7 +178,9 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
     has_several_turns = any(rows for turns, rows in tally.turns.items() if turns > 1)
     if not tally.turns.keys() - {0} and policy in ("drop", "error"):
-        stored = f"{BASIC}.streaming=false " if terms.basic.streaming else ""  # streamed rows are not measured
+        stored = ""
+        if terms.basic.streaming:  # rows that are streamed are not measured, and so not cut
+            stored = f"{BASIC}.streaming=false "
         fixes.append(Fix(f"{stored}{BASIC}.truncation=split cuts documents into pieces", len(rows)))
     if policy != "shrink" and has_several_turns:
         fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
@@ -251,10 +254,12 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
         over = int((sizes > most).sum())
         if over:
             # Where none fits there is no step to be made of them, whatever the policy.
-            stops = terms.basic.if_too_long == "error" or over == len(sizes)
-            consequence = "would stop the run" if stops else "are left out"
+            severity: Literal["error", "warning"] = "warning"
+            consequence = "are left out"
+            if terms.basic.if_too_long == "error" or over == len(sizes):
+                severity, consequence = "error", "would stop the run"
             yield DataFinding(
-                "error" if stops else "warning",
+                severity,
                 f"above {name}",
                 f"{rows_told(over)} alone are larger than {name} {most} and {consequence}",
                 over,

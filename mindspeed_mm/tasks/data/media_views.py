@@ -109,6 +109,7 @@ def thumbnail(image: Image.Image) -> list[str]:
     """A picture as coloured half blocks, two pixels a character."""
     small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL[0], 2 * _THUMBNAIL[1]))
+    # (height, width, 3) with an even height: a character is two pixels high
     pixels = np.asarray(small.resize((small.width, small.height + small.height % 2)))
     lines = []
     for upper_row, lower_row in zip(pixels[::2], pixels[1::2], strict=True):
@@ -147,6 +148,7 @@ def sound_uri(samples: np.ndarray, rate: int) -> str:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(rate)
+        # WAV is little-endian on every machine
         file.writeframes((np.clip(np.nan_to_num(taken), -1, 1) * 32767).astype("<i2").tobytes())
     return f"data:audio/wav;base64,{base64.b64encode(data.getvalue()).decode()}"
 

@@ -43,8 +43,10 @@ class BatchEntry:
             return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
         if isinstance(value, list):
             return cls((len(value),), "list")
-        shown = value if isinstance(value, str | int | float | bool) else str(value)
-        return cls((), type(value).__name__, shown)
+        kind = type(value).__name__
+        if isinstance(value, str | int | float | bool):
+            return cls((), kind, value)
+        return cls((), kind, str(value))
 
     def __str__(self) -> str:
         if self.dtype == "list":
@@ -92,16 +94,19 @@ def view_batch(batch: Batch) -> MicroBatchView:
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return MicroBatchView(len(batch["sample_ids"]), 0, False, (), entries)
+    rows, length = ids.shape
     borders = batch.get("cu_seq_lens_q")
-    is_packed = borders is not None
-    documents = _packed(batch, borders.tolist()) if borders is not None else _padded(batch)
-    return MicroBatchView(ids.shape[0], ids.shape[1], is_packed, tuple(documents), entries)
+    if borders is None:
+        return MicroBatchView(rows, length, False, tuple(_padded(batch)), entries)
+    return MicroBatchView(rows, length, True, tuple(_packed(batch, borders.tolist())), entries)
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
     names, trained = batch["sample_ids"], _is_trained(batch)
     for number, (first, end) in enumerate(pairwise(borders)):
-        name = str(names[number]) if number < len(names) else ""
+        name = ""  # what fills the pack up is a document behind those of the samples
+        if number < len(names):
+            name = str(names[number])
         yield PackedDocument(0, first, end, name, int(trained[0, first:end].sum()))
 
 

@@ -46,8 +46,9 @@ class OpenedData:
     def param(self) -> DatasetParam:
         """The section that describes the rows."""
         data = self.arguments.data
-        own = data.val_dataset_param if self.is_validation else None
-        return own or data.dataset_param
+        if not self.is_validation:
+            return data.dataset_param
+        return data.val_dataset_param or data.dataset_param
 
     @property
     def rows(self) -> int:
@@ -66,6 +67,7 @@ class OpenedData:
         numbers = self.dataset.row_numbers
         if numbers is None:
             return range(len(self.dataset))
+        # backwards, so that the first sample of a row is the one that stays
         seen = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
         return sorted(seen.values())
 
@@ -167,11 +169,13 @@ def open_data(
     data = config.arguments.data
     if draws_samples(config.arguments.posttrain):
         data = prompts_of(data)
-    own = data.val_dataset_param
+    held_out_param = data.val_dataset_param
+    if held_out_param is not None:
+        held_out_param = _looked_at(held_out_param, patient)
     train, held_out = build_mm_dataset(
         _looked_at(data.dataset_param, patient),
         seed=config.arguments.training.seed,
-        val_dataset_param=_looked_at(own, patient) if own is not None else None,
+        val_dataset_param=held_out_param,
         encode_ahead=False,
         rows_whole=not pieces,
     )

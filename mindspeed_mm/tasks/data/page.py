@@ -59,7 +59,7 @@ def preview_page(found: Preview) -> str:
         title=f"Data preview: {found.path.name}",
         preview={"rows": found.rows, "trouble": found.batch_trouble},
         shown=[shown_row(row, found.media) for row in found.shown],
-        batch=_batch(found.batch) if found.batch is not None else None,
+        batch=found.batch and _batch(found.batch),
     )
 
 
@@ -75,6 +75,7 @@ def environment() -> jinja2.Environment:
 
 
 def _render(**content: object) -> str:
+    # StrictUndefined raises for a name that the template asks about and nobody gives
     absent = dict.fromkeys(("check", "stats", "preview", "batch"))
     return environment().get_template(TEMPLATE).render(**{**absent, "charts": [], "shown": [], **content})
 
@@ -107,7 +108,7 @@ def shown_row(row: ShownRow, media: MediaLoader | None) -> View:
         "index": row.index,
         "place": row.place,
         "row_id": row.row_id,
-        "when": str(row.when) if row.when else "",
+        "when": str(row.when or ""),
         "fault": row.fault,
         "notes": row.notes,
         "media": shown_media,
@@ -145,11 +146,14 @@ def _answer_view(answer: TokenizedConversation) -> View:
                 pieces.append({"text": piece.text, "title": title})
         else:
             pieces.append({"text": stretch.text, "title": f"from token {stretch.first}"})
+        weight = ""  # 0 and 1 are told by the colour
+        if stretch.weight not in (0, 1):
+            weight = f"{stretch.weight:g}"
         stretches.append(
             {
                 "pieces": pieces,
                 "trained": stretch.weight != 0,
-                "weight": f"{stretch.weight:g}" if stretch.weight not in (0, 1) else "",
+                "weight": weight,
                 "repeated": stretch.repeated,
             }
         )

@@ -15,7 +15,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
@@ -48,8 +48,10 @@ class PlaceInEpoch:
     """From 1, over all ranks."""
 
     def __str__(self) -> str:
-        of = f" of {self.of_steps:,}" if self.of_steps is not None else ""
-        return f"epoch {self.epoch}, step {self.step:,}{of}, micro-batch {self.micro_batch}"
+        step = f"step {self.step:,}"
+        if self.of_steps is not None:
+            step += f" of {self.of_steps:,}"
+        return f"epoch {self.epoch}, {step}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class ShownRow:
         content["fault"] = self.fault or None
         if self.notes:
             content["notes"] = self.notes
-        content["when"] = asdict(self.when) if self.when else None
+        content["when"] = self.when and asdict(self.when)
         content["answers"] = [answer.to_dict() for answer in self.answers]
         content["media"] = media
         return content
@@ -135,7 +137,7 @@ class Preview:
             "rows": self.rows,
             "cutoff_len": self.cutoff_len,
             "shown": [row.to_dict() for row in self.shown],
-            "micro_batch": self.batch.to_dict() if self.batch is not None else None,
+            "micro_batch": self.batch and self.batch.to_dict(),
             "micro_batch_trouble": self.batch_trouble or None,
         }
 
@@ -217,7 +219,8 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
         row.notes = sample_notes(found, lengths)
         if dataset.is_raw:
             moves = found.is_video or (found.size.frames > 1 and found.header is not None and found.header.frames > 1)
-            row.media = [(MediaItem("video" if moves else "image", found.source), 0)]
+            kind: MediaKind = "video" if moves else "image"
+            row.media = [(MediaItem(kind, found.source), 0)]
         for role, kind, source in found.further:
             row.media.append((MediaItem(kind, source), 0))
             row.notes.append(f"{role}: {kind} {len(row.media)}")
@@ -229,18 +232,26 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
 
 def _tokenized_answer(name: str, arrays: TokenArrays, shrunk: bool, reader: TokenReader) -> TokenizedConversation:
     ids = arrays.ids.tolist()
-    labels = None if arrays.labels is None else arrays.labels.tolist()
+    labels = own_weights = None
+    if arrays.labels is not None:
+        labels = arrays.labels.tolist()
+    if arrays.weights is not None:
+        own_weights = arrays.weights.astype(float).tolist()
     is_drawn = arrays.is_drawn
     counted, weights = labels, arrays.weights
     if is_drawn.any():
-        shown = np.full_like(arrays.ids, IGNORED_LABEL) if arrays.labels is None else arrays.labels
+        # latents that are drawn are trained by another loss, and have no labels: shown as if they had
+        shown = arrays.labels
+        if shown is None:
+            shown = np.full_like(arrays.ids, IGNORED_LABEL)
         counted = np.where(is_drawn, arrays.ids, shown).tolist()
-        weights = None if weights is None else np.where(is_drawn, 1.0, weights)
+        if weights is not None:
+            weights = np.where(is_drawn, 1.0, weights)
     return TokenizedConversation(
         name,
         ids,
         labels or [],
-        None if arrays.weights is None else arrays.weights.astype(float).tolist(),
+        own_weights,
         reader.stretches(ids, counted, weights),
         trained_tokens(arrays.labels, arrays.weights) + int(is_drawn.sum()),
         shrunk,

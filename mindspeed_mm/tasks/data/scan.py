@@ -41,7 +41,9 @@ def scan(
         MachineError: A worker died.
     """
     if workers is None:
-        workers = 0 if len(rows) <= _FEW_ROWS else default_workers()
+        workers = 0
+        if len(rows) > _FEW_ROWS:
+            workers = default_workers()
     progress = WorkProgress(stream=stream, total=len(rows))
     try:
         for chunk in _chunks(rows, look, workers):

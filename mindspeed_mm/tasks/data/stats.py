@@ -201,6 +201,7 @@ def _describe_batches(
     lengths = tally.full_lengths()
     if basic.if_too_long == "split":  # whatever is longer and usable is a document
         lengths = np.concatenate([tally.sample_lengths(basic), np.asarray(tally.lengths_too_long, dtype=np.int64)])
+    # best-fit packing of millions of rows would take minutes and tell nothing more
     lengths = _some(lengths, seed)
     kept = lengths[lengths <= stats.cutoff_len]
     stats.padded_fill = round(padded_fill(kept, micro_batch_size, seed), 4)

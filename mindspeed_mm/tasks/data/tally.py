@@ -34,10 +34,13 @@ class BadRow:
         """Return the dictionary that `--bad-rows` writes as one JSON line; rows left out at opening have None as
         `index`."""
         file, _, row = self.place.rpartition(":")
+        number: int | str = row
+        if row.isdigit():
+            number = int(row)
         return {
             "index": self.index if self.index >= 0 else None,
             "file": file,
-            "row": int(row) if row.isdigit() else row,
+            "row": number,
             "kind": self.fault.kind,
             "what": self.fault.what,
             "key": self.fault.key,
@@ -108,6 +111,7 @@ class RowStatistics:
             self.contents.append(facts.content)
             self.content_index.append(facts.index)
         if facts.row_id is not None:
+            # salted anew in each process: hashed here, where all rows arrive, and not in the workers
             self.ids.append(hash(facts.row_id))
             self.id_index.append(facts.index)
         for what in facts.unread:
@@ -291,7 +295,9 @@ def shares(dataset: MMDataset, basic: BasicParameters, tally: RowStatistics) -> 
     total = sum(weights.values())
     found = []
     for number, each in enumerate(counts):
-        weight = round(weights.get(number, 0.0) / total, 4) if total else None
+        weight = None
+        if total:
+            weight = round(weights.get(number, 0.0) / total, 4)
         of_rows, of_tokens = each.rows / rows, each.tokens / tokens
         found.append(SourceShare(each.name, each.rows, each.tokens, of_rows, of_tokens, weight))
     return found

@@ -134,6 +134,7 @@ class TokenReader:
 
     def _end(self, ids: list[int], start: int, before: tuple[int, ...]) -> int:
         """Behind the last token of the character that begins here."""
+        # tokens of single bytes: a decoder writes U+FFFD until the character is whole
         for end in range(start + 1, min(start + _MOST_BYTES, len(ids)) + 1):
             if not self._text(before, tuple(ids[start:end])).endswith(_HALF):
                 return end
@@ -179,6 +180,8 @@ def special_texts(processor: Processor | None) -> tuple[str, ...]:
 def _token_weights(length: int, labels: Sequence[int] | None, weights: npt.ArrayLike | None) -> list[float]:
     if labels is None:
         return [0.0] * length
-    counted = np.ones(length) if weights is None else np.asarray(weights, dtype=np.float64)
+    counted = np.ones(length)
+    if weights is not None:
+        counted = np.asarray(weights, dtype=np.float64)
     found: list[float] = np.where(np.asarray(labels) == IGNORED_LABEL, 0.0, counted).tolist()
     return found

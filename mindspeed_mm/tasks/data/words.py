@@ -62,7 +62,9 @@ def _finding(finding: DataFinding, paint: Paint) -> Iterator[str]:
     if finding.rows > len(finding.examples) > 0:
         yield paint.soft(f"    … and {finding.rows - len(finding.examples):,} more (--bad-rows FILE lists bad rows)")
     for fix in finding.fixes:
-        saves = f"  (saves {_count(fix.saves_rows, 'row')})" if fix.saves_rows else ""
+        saves = ""
+        if fix.saves_rows:
+            saves = f"  (saves {_count(fix.saves_rows, 'row')})"
         yield f"    → {fix.what}{paint.good(saves)}"
 
 
@@ -73,7 +75,9 @@ def share_lines(shares: Sequence[SourceShare], paint: Paint) -> list[str]:
     width = max(len(each.name) for each in shares)
     lines = ["", paint.head(f"{'source':<{width + 2}}{'rows':>12}{'':8}{'tokens':>14}{'':8}{'weight':>8}")]
     for each in shares:
-        weight = f"{each.weight:>8.1%}" if each.weight is not None else ""
+        weight = ""
+        if each.weight is not None:
+            weight = f"{each.weight:>8.1%}"
         rows, tokens = f"{each.rows:>12,} {each.of_rows:>6.1%}", f"{each.tokens:>14,} {each.of_tokens:>6.1%}"
         lines.append(f"  {each.name:<{width}}{rows} {tokens} {weight}".rstrip())
     return lines
@@ -113,8 +117,9 @@ def _words_on_cuts(documents: int, samples: int) -> str:
 
 
 def _rows_read(read: int, rows: int, usable: int) -> str:
-    part = "" if read == rows else f" of {rows:,}"
-    return f"{read:,}{part} rows read, {usable:,} usable"
+    if read == rows:
+        return f"{read:,} rows read, {usable:,} usable"
+    return f"{read:,} of {rows:,} rows read, {usable:,} usable"
 
 
 def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
@@ -252,10 +257,10 @@ def _token_table(answer: TokenizedConversation, paint: Paint) -> Iterator[str]:
 
 def _visible(text: str) -> str:
     """Text without control characters, which could move the cursor or colour the terminal."""
-    signs = []
-    for sign in text:
-        is_shown = sign == "\n" or sign.isprintable()
-        signs.append(sign if is_shown else f"\\x{ord(sign):02x}")
+    signs = list(text)
+    for place, sign in enumerate(signs):
+        if sign != "\n" and not sign.isprintable():
+            signs[place] = f"\\x{ord(sign):02x}"
     return "".join(signs)
 
 
@@ -285,7 +290,9 @@ def _document_line(document: PackedDocument, batch: MicroBatchView, paint: Paint
     else:
         name, mark = paint.soft("padding"), "·"
     behind = _STRIP_CHARACTERS - end
-    rest = " " * behind if batch.is_packed else paint.soft("·" * behind)
+    rest = " " * behind  # of a pack the padding is a document of its own
+    if not batch.is_packed:
+        rest = paint.soft("·" * behind)
     strip = " " * first + mark * (end - first) + rest
     return f"  {document.row:>3}: {document.first:>6,}–{document.end - 1:<6,} {strip}  {name}"
 

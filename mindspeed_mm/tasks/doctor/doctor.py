@@ -49,7 +49,10 @@ class Diagnosis:
 
     def line(self) -> str:
         """Return the finding as a line of text."""
-        return f"{self.level:8} {self.name:14} {self.found}{f'. {self.fix}' if self.fix else ''}"
+        line = f"{self.level:8} {self.name:14} {self.found}"
+        if self.fix:
+            line += f". {self.fix}"
+        return line
 
 
 def run(nproc: int | None = None) -> list[Diagnosis]:
@@ -123,6 +126,7 @@ def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
     required: list[Requirement] = []
     extras: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, lines):
+        # without an extra: markers of platform and Python version alone decide
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             required.append(requirement)
             continue
@@ -134,7 +138,9 @@ def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
 
 def _of_requirement(requirement: Requirement, level: Level, command: str) -> Diagnosis:
     version = _installed(requirement.name)
-    wanted = f" (wanted: {requirement.specifier})" if requirement.specifier else ""
+    wanted = ""
+    if requirement.specifier:
+        wanted = f" (wanted: {requirement.specifier})"
     if version is None:
         return Diagnosis(requirement.name, level, f"not installed{wanted}", f"Install it: {command}.")
     if not requirement.specifier.contains(version, prereleases=True):
@@ -166,8 +172,13 @@ def _torch() -> Iterator[Diagnosis]:
         yield Diagnosis("torchvision", "warning", sentence, fix)
     yield _device(kind)
     kernel, reason, install = choose_kernel(Need(), device_facts())
-    found = f"{kernel.name} ({reason})" if reason else kernel.name
-    yield Diagnosis("attention", "warning" if install else "ok", found, f"{install}." if install else "")
+    found = kernel.name
+    if reason:
+        found += f" ({reason})"
+    if install:  # how to get a better kernel
+        yield Diagnosis("attention", "warning", found, f"{install}.")
+    else:
+        yield Diagnosis("attention", "ok", found)
     for module, package in _SPEED.get(kind, {}).items():
         if importlib.util.find_spec(module) is None:
             yield Diagnosis(
@@ -184,9 +195,14 @@ def _device(kind: str) -> Diagnosis:
     if kind != "cpu":
         count = torch.accelerator.device_count()
         module = torch.get_device_module(kind)
-        name = module.get_device_name(0) if hasattr(module, "get_device_name") else kind
-        free, total = module.mem_get_info(0) if hasattr(module, "mem_get_info") else (0, 0)
-        memory = f", {free / _GIB:.0f} of {total / _GIB:.0f} GiB free" if total else ""
+        name, memory = kind, ""
+        # not every backend of torch has these functions
+        if hasattr(module, "get_device_name"):
+            name = module.get_device_name(0)
+        if hasattr(module, "mem_get_info"):
+            free, total = module.mem_get_info(0)
+            if total:
+                memory = f", {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
         return Diagnosis("device", "ok", f"{count} × {name}{memory}{_driver()}")
     if (driver := _driver()) or Path("/proc/driver/nvidia").exists():
         fix = "Install a torch that is built for CUDA: https://pytorch.org/get-started names the index."
@@ -214,19 +230,22 @@ def _room() -> Iterator[Diagnosis]:
     """Disk, shared memory and memory."""
     free = free_bytes(Path.cwd())
     told = f"{free / _GIB:.0f} GiB free in the working directory"
-    low = free < _ROOM_BYTES
-    yield Diagnosis("disk", "warning" if low else "ok", told, "A model and its checkpoints may not fit." if low else "")
+    yield _of_room("disk", free < _ROOM_BYTES, told, "A model and its checkpoints may not fit.")
     if _SHARED.is_dir():
         size = shutil.disk_usage(_SHARED).free
-        low = size < _SHARED_BYTES
-        fix = "Workers hand batches over through it: docker run --ipc=host, or --shm-size=16g." if low else ""
-        yield Diagnosis("/dev/shm", "warning" if low else "ok", f"{size / _GIB:.1f} GiB free", fix)
+        fix = "Workers hand batches over through it: docker run --ipc=host, or --shm-size=16g."
+        yield _of_room("/dev/shm", size < _SHARED_BYTES, f"{size / _GIB:.1f} GiB free", fix)
     from mindspeed_mm.fsdp.utils.host_memory import available_bytes, total_bytes
 
     room, whole = available_bytes(), total_bytes()
-    low = room < _MEMORY_BYTES
     told = f"{room / _GIB:.0f} of {whole / _GIB:.0f} GiB free"
-    yield Diagnosis("memory", "warning" if low else "ok", told, "Close other programs." if low else "")
+    yield _of_room("memory", room < _MEMORY_BYTES, told, "Close other programs.")
+
+
+def _of_room(name: str, is_low: bool, told: str, fix: str) -> Diagnosis:
+    if is_low:
+        return Diagnosis(name, "warning", told, fix)
+    return Diagnosis(name, "ok", told)
 
 
 def _network() -> Iterator[Diagnosis]:
@@ -251,7 +270,10 @@ def _clock() -> Iterator[Diagnosis]:
     if time.gmtime(now_s).tm_year < _FIRST_YEAR:
         yield Diagnosis("clock", "warning", time.strftime("%Y-%m-%d", time.gmtime(now_s)), "Set the clock.")
         return
-    with tempfile.NamedTemporaryFile(dir=Path.cwd() if os.access(Path.cwd(), os.W_OK) else None) as file:
+    folder = None
+    if os.access(Path.cwd(), os.W_OK):  # where a run would be: a file server has a clock of its own
+        folder = Path.cwd()
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         off_s = abs(Path(file.name).stat().st_mtime - now_s)
     if off_s > _CLOCK_S:
         fix = "Set the clocks of both alike: checkpoints are told apart by their dates."
@@ -276,8 +298,11 @@ def _group(nproc: int) -> Iterator[Diagnosis]:
     if done.returncode == 0:
         yield Diagnosis("group", "ok", f"{nproc} ranks met and added numbers in {time.monotonic() - began_s:.0f} s")
         return
+    # torchrun's own last error says only that a rank has failed
     said = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    last = said[-1].strip() if said else f"exit code {done.returncode}"
+    last = f"exit code {done.returncode}"
+    if said:
+        last = said[-1].strip()
     yield Diagnosis("group", "problem", f"{nproc} ranks did not add numbers: {last[-300:]}", "Mend that first.")
 
 

@@ -23,6 +23,7 @@ def main() -> None:
     check_device_count(ranks)
     device = set_local_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(distributed_backend(), timeout=timedelta(seconds=_TIMEOUT_S))
+    # rank r adds r + 1, so that a rank that is missing or counted twice changes the sum
     numbers = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(numbers)
     expected = ranks * (ranks + 1) / 2

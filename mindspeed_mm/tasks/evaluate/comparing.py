@@ -58,6 +58,7 @@ def shares_by_group(samples: Sequence[JsonMapping]) -> dict[str, float]:
     """Group → the least share of its items, of the samples of a published set."""
     shares: dict[str, float] = {}
     for sample in samples:
+        # a question is right only if all of its items are
         shares[sample["group"]] = min(sample["share"], shares.get(sample["group"], 1.0))
     return shares
 
@@ -78,7 +79,9 @@ def compare(ours: Mapping[str, float], theirs: Mapping[str, float], *, is_graded
     differences = np.array([ours[name] - theirs[name] for name in ours])
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     low, high = _interval(len(differences), lambda rows: float(differences[rows].mean()))
-    p_value = None if is_graded else mcnemar(better, worse)
+    p_value = None
+    if not is_graded:
+        p_value = mcnemar(better, worse)
     return PairedTest(len(differences), better, worse, float(differences.mean()), low, high, p_value)
 
 
@@ -91,6 +94,7 @@ def compare_rates(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, i
     """
     if len(ours) != len(theirs) or not ours:
         raise ValueError("the two were not asked the same questions")
+    # (questions, 2): errors and units
     own_N2, other_N2 = np.array(ours, dtype=float), np.array(theirs, dtype=float)
     fewer = own_N2[:, 0] - other_N2[:, 0]
 
@@ -143,6 +147,7 @@ def mcnemar(better: int, worse: int) -> float:
 
 def _interval(n: int, difference: Callable[[np.ndarray], float]) -> tuple[float, float]:
     """The middle 95 % of differences over as many questions drawn with replacement."""
+    # a fixed seed: the same answers have the same interval
     draw = np.random.default_rng(0)
     differences = [difference(draw.integers(0, n, n)) for _ in range(_DRAWS)]
     low, high = np.quantile(differences, [0.025, 0.975])

@@ -51,6 +51,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     questions = _questions(data, request.media_dir, view)
     others = None
     if request.against is not None:
+        # before the model answers, which may take hours
         others = read_others(request.against, questions, comparison)
     media_dir = request.media_dir or data.parent
     out = request.out or results_folder(source.run, source.folder)
@@ -61,6 +62,7 @@ def run(request: EvaluateRequest) -> Evaluation:
         def answer() -> dict[int, Answer]:
             generator = load_on_ranks(source, view, request.plan, ranks)
             media = generator.encoder.media(media_dir, [data.parent])
+            # greedy: scores do not depend on a seed
             greedy, size = Sampling(most, temperature=0), request.questions_at_a_time
             return answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=size)
 

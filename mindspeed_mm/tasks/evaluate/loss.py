@@ -171,7 +171,7 @@ def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Open
     if request.config is not None:
         param = _shown_by(request.config, arguments.data)
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
-    dataset = _rows(request, arguments)
+    dataset = _rows(request, arguments.data, arguments.training.seed)
     with loss_of_run(arguments, request.folder, dataset.processor) as (measured, weights):
         yield measured, dataset, arguments, _facts_of_loss(request, request.folder, None) | {"weights": weights}
 
@@ -180,7 +180,8 @@ def _of_folder(request: EvaluateRequest) -> _Opened:
     """A model's folder, an exported run's too, in the type that its weights are stored in."""
     source = with_adapters(resolve_model(request.folder), request.lora)
     arguments = _arguments_of(source, rows_view(source, request.config).param)
-    dataset = _rows(request, arguments)  # first: it makes torchvision importable
+    # first: it makes torchvision importable
+    dataset = _rows(request, arguments.data, arguments.training.seed)
     model = load_model(source.folder)
     if source.lora is not None:
         model = load_peft(model, source.lora).get_base_model()
@@ -209,15 +210,15 @@ def _shown_by(config: Path, data: DataArguments) -> DatasetParam:
     return param.model_copy(update={"preprocess_parameters": preprocess})
 
 
-def _rows(request: EvaluateRequest, arguments: Arguments) -> MMDataset:
-    """The rows that are asked for, encoded as training does.
+def _rows(request: EvaluateRequest, data: DataArguments, seed: int) -> MMDataset:
+    """The rows that are asked for, encoded as training with this seed does.
 
     Raises:
         UsageError: None are named, and the run validates with none.
         DataError: The file is not there.
         ConfigError: Rows are preference pairs.
     """
-    data, param = arguments.data, arguments.data.dataset_param
+    param = data.dataset_param
     if param.basic_parameters.stage == "rm":
         raise ConfigError(
             "preference pairs do not have the loss of one answer", key="stage", way_out="Give rows of answers."
@@ -232,7 +233,7 @@ def _rows(request: EvaluateRequest, arguments: Arguments) -> MMDataset:
         raise UsageError("the run's own validation rows have their media", key="--media-dir", way_out="Leave it out.")
     _, validation = build_mm_dataset(
         param,
-        seed=arguments.training.seed,
+        seed=seed,
         val_dataset_param=data.val_dataset_param,
         encode_ahead=False,
         rows_whole=True,

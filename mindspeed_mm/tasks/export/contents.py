@@ -142,6 +142,7 @@ def open_contents(
         raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
     if (adapter := facts_of(outline).adapter) is not None and source.arguments is not None:
+        # a distilled generator: the scheduler of the folder has to draw in as few steps
         adapter.note_few_steps(FewSteps.of_run(source.arguments.training, source.arguments.posttrain))
     if has_adapters:
         weights = weights_folder(outline, base_weights_folder(source))
@@ -307,7 +308,9 @@ def _as_trained(source: ExportSource, reader: DcpTensors, outline: nn.Module) ->
     weights = transformer_weights(source.model_folder)
     trained = reader.matched_to(outline)
     with ExitStack() as opened:
-        stored = opened.enter_context(open_base(outline, weights)) if has_weights(weights) else {}
+        stored: Mapping[str, LazyTensor] = {}
+        if has_weights(weights):  # a folder of sizes alone has none: trained from scratch
+            stored = opened.enter_context(open_base(outline, weights))
         yield complete(outline, dict(trained), remember_layout(outline, weights), weights, stored)
 
 
@@ -332,6 +335,7 @@ def _merged(
     frozen = stored_adapters(lora.frozen)
     weights = weights_folder(outline, base)
     with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
+        # the base lacks the rows of tokens that the run added
         tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
         expected = remember_layout(outline, weights)
         for name, packing in packings_of(adapted).items():
@@ -340,6 +344,7 @@ def _merged(
         own = deltas_of_run(lora, trained, outline)
         added = [(each.deltas, 1.0) for each in under]
         merge_into(tensors, [*added, (own, 1.0)], dtype)
+        # last: weights that were trained whole take the base's place
         for name, tensor in trained.items():
             if not is_adapter_weight(name):
                 tensors[name] = tensor
@@ -408,7 +413,9 @@ def _lora_arguments(source: ExportSource) -> LoraArguments:
 
 def base_weights_folder(source: ExportSource) -> Path:
     """Where the weights are that the adapters stand on: where `training.load` says, or in the model folder."""
-    load = source.arguments.training.load if source.arguments is not None and not source.is_told else None
+    load = None
+    if source.arguments is not None and not source.is_told:
+        load = source.arguments.training.load
     return weights_folder_of_load(load) or source.model_folder
 
 

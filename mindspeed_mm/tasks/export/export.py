@@ -3,6 +3,7 @@ one process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors, Weights
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
-from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import plugin_module
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -69,7 +69,9 @@ def run(request: ExportRequest) -> Exported:
     shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
     if source.is_dir() and is_megatron_folder(source):
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
-    plain = None if model_folder is not None or request.merge else _model_without_folder(source)
+    plain = None
+    if model_folder is None and not request.merge:
+        plain = _model_without_folder(source)
     if plain is not None:
         checkpoint, taken, sizes, why = write_plain(
             source,
@@ -100,10 +102,10 @@ def run(request: ExportRequest) -> Exported:
         return _write(contents, found, reader.weights, target, overwrite=overwrite)
 
 
-def notes_on_media(arguments: Arguments | None) -> tuple[str, ...]:
+def notes_on_media(plugins: Sequence[str]) -> tuple[str, ...]:
     """What a person has to do so that an exported model sees media as the plugins of its run prepared them."""
     notes = []
-    for plugin in arguments.training.plugin if arguments is not None else ():
+    for plugin in plugins:
         name = plugin_module(plugin)
         for entry in MM_PLUGINS.loaded().values():
             if entry.__module__ == name or entry.__module__.startswith(f"{name}."):
@@ -128,13 +130,16 @@ def _write(
         kind=contents.kind,
     )
     contents.write_to(target, folders_read(found), overwrite=overwrite, finish=card)
+    notes = checkpoint.notes + contents.notes
+    if found.arguments is not None:
+        notes += notes_on_media(found.arguments.training.plugin)
     return Exported(
         target,
         checkpoint.path,
         checkpoint.iteration,
         contents.tensors,
         contents.size_bytes,
-        checkpoint.notes + contents.notes + notes_on_media(found.arguments),
+        notes,
         weights,
         contents.kind,
         found.why,

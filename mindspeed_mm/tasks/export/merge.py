@@ -72,19 +72,24 @@ def run(request: MergeRequest) -> Merged:
     files = [[file.adapter() for file in AdapterFile.find_all(adapter, _KEY)] for adapter in adapters]
     times = _times(files, request.scales)
     found = [file for of_adapter in files for file in of_adapter]
-    own_view = view_of_adapters(adapters[-1]) if kind_of_folder(base).has_tokens else None
+    own_view = None
+    if kind_of_folder(base).has_tokens:
+        own_view = view_of_adapters(adapters[-1])  # of several, the last one's
     outline = ModelHub.build(_outline_arguments(base, own_view))
     weights, torch_type = transformer_weights(base), torch_dtype(request.dtype)
     with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
         tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
         expected = remember_layout(outline, weights)
+        # modules that files hold whole, before deltas are added to them
         for each in read:
             each.replace_in(tensors)
         added = [(each.deltas, scale) for each, scale in zip(read, times, strict=True)]
         merge_into(tensors, added, torch_type)
         made = complete(outline, tensors, expected, weights, stored)
         rule = dtypes_of_base(outline, weights, torch_type)
-        view = view_writer(own_view, base) if own_view is not None else None
+        view = None
+        if own_view is not None:
+            view = view_writer(own_view, base)
         shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
         contents = WholeModel(base, outline, made, rule, shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)

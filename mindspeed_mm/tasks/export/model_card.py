@@ -96,8 +96,11 @@ def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
 
 
 def _origin_words(config: Values, step: int | None, model_folder: Path) -> str:
-    how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
-    after = f", {step:,} steps" if step is not None else ""
+    how, after = "Fine-tuned from", ""
+    if config.get("model.train_from_scratch"):
+        how = "Trained from scratch in the shape of"
+    if step is not None:
+        after = f", {step:,} steps"
     return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
 
 
@@ -284,6 +287,7 @@ def usage_of(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     base = f"path/to/{model_folder.name}"
     code = [line.replace(_HERE, base) for line in whole.code]
     adapted = [*_rows_of_tokens(folder, model_folder), f'model = PeftModel.from_pretrained(model, "{_HERE}")']
+    # the adapters go between the model's line and the processor's, which is the last
     return Usage("peft", whole.tag, ("from peft import PeftModel", *code[:-1], *adapted, code[-1]))
 
 
@@ -325,6 +329,7 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         return _of_own_generator(kind, tag, model_folder.name)
     base = f'DiffusionPipeline.from_pretrained("path/to/{model_folder.name}"'
     first = "from diffusers import DiffusionPipeline"
+    # [library, class]; [null, null] where a pipeline may have two transformers and this one has not
     is_pair = (index.get(EXPERT_PARTS[1]) or [None])[0] is not None
     parts = EXPERT_PARTS if is_pair else EXPERT_PARTS[:1]
     if kind == "transformer":

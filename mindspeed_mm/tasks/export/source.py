@@ -62,6 +62,7 @@ def resolve_source(source: Path, step: Which, model_folder: Path | None) -> Expo
     """
     chosen = choose_checkpoint(source, step)
     checkpoint = open_checkpoint(chosen.path, Ranks(), "hash")
+    # the source is a run, or a checkpoint in one
     run_path = next((p for p in (source, checkpoint.path.parent) if (p / "run.json").exists()), None)
     folder = RunFolder(run_path) if run_path else None
     if model_folder is not None:

@@ -116,6 +116,7 @@ def rows_fingerprint(source: RawSource) -> str:
 @contextmanager
 def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int) -> Iterator[Iterator[DecodedBatch]]:
     """The batches in order, the next ones decoded while one is used. Decoders run outside the interpreter's lock."""
+    # by hand: leaving `with` would decode all that waits before an error is seen
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
     try:
         yield _decoded_batches(source, batches, pool, threads)
@@ -136,6 +137,7 @@ def _decoded_batches(
     jobs: deque[Iterator[DecodedRow]] = deque()
     """Of each batch that waits, its rows as they are decoded."""
     todo = deque(batches)
+    # batches come out in the order they went in: the files of a set are the same for any number of threads
     while todo or waiting:
         while todo and _has_room(waiting, todo[0], threads):
             batch = todo.popleft()
@@ -151,11 +153,13 @@ def _has_room(waiting: Collection[WorkBatch], following: WorkBatch, threads: int
     for batch in waiting:
         rows += len(batch.rows)
         decoded_bytes += batch.decoded_bytes
+    # two batches always fit, or one of large clips would never be decoded while another is encoded
     is_short = len(waiting) <= _BATCHES_AHEAD or rows <= 2 * threads
     return is_short and (len(waiting) < 2 or decoded_bytes <= _DECODED_BYTES)
 
 
 def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
+    # filled in step by step: a row that fails is listed with what was known until then
     place, path, said = str(source.place(index)), "", ""
     try:
         row = source.rows[index]
@@ -214,6 +218,7 @@ class BatchEncoder:
         media: dict[str, torch.Tensor] = {}
         usable: Sequence[int] = range(len(batch.records))
         if batch.pixels:
+            # the media first: captions of rows that are dropped need no encoding
             media = self._encode_views(batch.pixels)
             usable = _take_usable(batch, media)
         for at, record in enumerate(batch.records):
@@ -233,6 +238,7 @@ class BatchEncoder:
                 texts = self.encode_captions(record.captions, first_views)
             for number, caption in _own_captions(record):
                 for name, value in texts[caption].items():
+                    # two rows may share a caption, and safetensors refuses tensors that share memory
                     tensors[tensor_name(stem, name, number)] = value.clone()
         return tensors
 
@@ -304,6 +310,7 @@ def _own_captions(record: FeatureRecord) -> Iterator[tuple[int, str]]:
 
 def _take_usable(batch: DecodedBatch, media: Mapping[str, torch.Tensor]) -> list[int]:
     """Where in the batch the rows stand whose latents are finite; the others are moved to the skipped ones."""
+    # a pair is of use only with both
     latents = media["latents"]
     if REJECTED_LATENTS in media:
         latents = torch.cat([latents, media[REJECTED_LATENTS]], dim=1)

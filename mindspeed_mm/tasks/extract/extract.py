@@ -69,6 +69,7 @@ def run(
     """
     if not isinstance(config, ResolvedConfig):
         config = load_with_plugins(config, overrides)
+    # before ranks join: a wrong section is an answer, not a wait
     kind, sets = configured_kind(config), configured_sets(config, out)
     given = {name: value for name, value in options.items() if value is not None}
     stream = sys.stderr if progress_to_stderr else sys.stdout
@@ -115,6 +116,7 @@ def configured_kind(config: ResolvedConfig) -> ModelKind:
         raise ConfigError(
             "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
         )
+    # asked of the folder alone: the model is not built here
     if kind_of_folder(model.model_name_or_path) is UNIFIED:
         return UNIFIED
     adapter_of_section(model).require("vae")
@@ -130,6 +132,7 @@ def _of_generator(config: ResolvedConfig, sets: Sets, **told: Any) -> Iterator[S
 def _of_pictures(config: ResolvedConfig, sets: Sets, **told: Any) -> Iterator[PictureExtraction]:
     param, folder = config.arguments.data.dataset_param, Path(str(config.arguments.model.model_name_or_path))
     for features, basic in sets:
+        # the rows of validation have a set of their own
         rows = basic.model_copy(update={"val_dataset": None, "val_rate": None})
         of_rows = param.model_copy(update={"basic_parameters": rows})
         yield PictureExtraction(features, of_rows, folder, current_device(), **told)
@@ -165,6 +168,7 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> Sets:
     sets = [(Path(folder), basic)]
     val_folder = param.basic_parameters.get("val_features_dir")
     has_validation = basic.val_dataset is not None and basic.val_max_samples != 0
+    # `--out` names one folder, which can hold one set
     if out is None and val_folder is not None and has_validation:
         update = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
         sets.append((Path(val_folder), basic.model_copy(update=update)))
@@ -181,6 +185,7 @@ def _rows(config: ResolvedConfig, basic: BasicParameters) -> BasicParameters:
 
 
 def _is_set(config: ResolvedConfig, key: str) -> bool:
+    # a default that code sets is not what somebody asked for
     origin = config.origins.get(key)
     return origin is not None and origin.kind in ("yaml", "command line")
 

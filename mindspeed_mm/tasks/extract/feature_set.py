@@ -170,6 +170,7 @@ class SetExtraction:
             reads_fps=self._adapter.reads_fps,
             model_fps=self._adapter.frames_per_second,
         )
+        # the source takes sizes of untouched media from the marks, and knows afterwards what is there now
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._rows_fingerprint = rows_fingerprint(self._source)
         self._plans: dict[tuple[int, int | None], WorkPlan] = {}
@@ -195,6 +196,7 @@ class SetExtraction:
                 return None
             contents = self._finish()
         encoded = _rows(missing)
+        # the list also has rows that earlier starts have skipped
         asked = {row for batch in missing for row in batch.rows}
         skipped_now = sum(row.row in asked for row in read_skipped(self.folder.skipped))
         return ExtractOutcome(
@@ -220,6 +222,7 @@ class SetExtraction:
     def _prepare(self) -> None:
         """A folder to work in."""
         if self._is_first:
+            # under the lock: another extraction may be at work on what is to be forgotten
             if self._options.overwrite:
                 self.folder.clear()
                 self._marks = MediaMarks()
@@ -265,6 +268,7 @@ class SetExtraction:
                 format_version=now.format_version,
             )
         first = self.folder.next_batch
+        # training that begins now is told that the set is not done, instead of reading half of it
         self.folder.index.unlink(missing_ok=True)
         return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)
 
@@ -308,6 +312,7 @@ class SetExtraction:
 
     def _find_missing(self) -> list[WorkBatch]:
         done = self.folder.done()
+        # numbered alike on every rank, so a start with more or fewer ranks goes on with what is left
         missing = [batch for batch in self._batches if batch.number not in done]
         check_room(self.folder.path, missing, self._adapter.geometry)
         return missing
@@ -326,9 +331,11 @@ class SetExtraction:
             shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes, first=first)
             try:
                 check_file(self.folder.null_text, "hash")
+            # missing or damaged: it belongs to every row, so it is made before them
             except DamagedFile:
                 write_feature_file(self.folder.null_text, self._encoders.encode.encode_empty())
         mine = missing[self._ranks.rank :: self._ranks.world_size]
+        # a rank without work loads no encoders
         encode = self._encoders.encode if mine else None
         began = time.monotonic()
         if encode is not None:

@@ -65,6 +65,7 @@ class Existing:
             for number, caption in enumerate(record.captions):
                 if str(number) in numbers:
                     captions[caption, beside] = f"{stem}/{number}"
+            # versions before `pixels` was recorded kept rows whole or not at all
             if "latents" in stored and len(numbers) == len(record.captions):
                 whole[record.key, record.size] = record
             if record.medium:
@@ -121,6 +122,7 @@ def plan_work(
         else:
             if text_reads_media:  # what reads them needs the media again
                 found = replace(found, media_stem="")
+            # the old stem may hold what is kept of other rows, so new tensors need another name
             stem = f"{found.key}~{first}" if found.key in existing.stems else ""
             needs[index] = RowNeeds(found.media_stem, tuple(found.caption_stems), stem)
     return WorkPlan(_work_batches(source, needs, first, batch_size), kept)
@@ -135,6 +137,7 @@ def _found(
     text_reads_media: bool,
 ) -> FeatureRecord | None:
     """A row with where earlier work has its parts; None: it cannot be read, which encoding it will say."""
+    # a file as old and as large as before is not read again for its hash
     known = existing.digests.get(row.name)
     if known is not None and marks.mark(row.name) == mark_of(row, source.media) is not None:
         source.know_digest(index, bytes.fromhex(known))

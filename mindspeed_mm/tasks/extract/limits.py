@@ -63,6 +63,7 @@ class BadRows:
 
 def check_room(folder: Path, batches: Sequence[WorkBatch], geometry: MediaGeometry) -> None:
     """Raise `MachineError` when not even the latents of these batches fit on the disk."""
+    # a lower bound, with the narrowest type and without text features: what it refuses surely does not fit
     numbers = sum(batch.views * len(batch.rows) * math.prod(geometry.latent_shape(batch.size)) for batch in batches)
     free = free_bytes(folder)
     if numbers * _LEAST_NUMBER_BYTES > free:
@@ -76,6 +77,7 @@ def check_room(folder: Path, batches: Sequence[WorkBatch], geometry: MediaGeomet
 
 def room_warning(folder: Path, bytes_per_sample: float, samples: int) -> str | None:
     """What to say when so many more samples will not fit on the disk; None when they will."""
+    # an estimate of one batch warns and refuses nothing
     needed, free = bytes_per_sample * samples, free_bytes(folder)
     if needed <= free:
         return None

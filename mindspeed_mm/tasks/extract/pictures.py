@@ -173,6 +173,7 @@ class PictureExtraction:
         """Pictures of all rows by their keys, each where it comes first; rows that cannot be used."""
         own: list[tuple[str, _Picture]] = []
         skipped: list[SkippedRow] = []
+        # to know what a picture is its file is read whole, so each rank takes a share of the rows
         for row in range(self._ranks.rank, len(self._dataset), self._ranks.world_size):
             self._raise_if_stopped()
             place = str(self._dataset.place(row))
@@ -188,6 +189,7 @@ class PictureExtraction:
             bad += rows
         self._bad.add(bad)
         wanted: dict[str, _Picture] = {}
+        # by row and number, whichever rank has read it: every rank deals the same batches
         for key, picture in sorted(found, key=lambda each: each[1]):
             wanted.setdefault(key, picture)
         return wanted, bad
@@ -204,6 +206,7 @@ class PictureExtraction:
         size = self._options.batch_size or _AT_ONCE
         todo = [missing[start : start + size] for start in range(0, len(missing), size)]
         done = self.folder.done()
+        # shards are made of batches that follow one another: a number never written holds up all behind it
         holes = [number for number in range(self.folder.next_batch) if number not in done]
         free = (number for number in count() if number not in done)
         numbers = list(islice(free, max(len(todo), len(holes))))
@@ -265,6 +268,7 @@ class PictureExtraction:
                 tensors: dict[str, torch.Tensor] = {}
                 records: list[FeatureRecord] = []
                 skipped: list[SkippedRow] = []
+                # `decoded` goes on into the next batch; behind `of_batch` it loses no picture where that ends
                 for picture, found in zip(of_batch, decoded, strict=False):
                     if isinstance(found, SkippedRow):
                         skipped.append(found)
@@ -284,6 +288,7 @@ class PictureExtraction:
 
     def _decoded(self, pictures: Sequence[_Picture], pool: ThreadPoolExecutor) -> Iterator[_Decoded]:
         """Of each picture, a few ahead of the one that is asked for."""
+        # `pool.map` would decode all at once, and hold all pixels
         ahead = 2 * self._options.threads
         waiting: list[Future[_Decoded]] = []
         for picture in pictures:

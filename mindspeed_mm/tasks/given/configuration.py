@@ -38,8 +38,10 @@ class GivenConfig:
             UsageError: One of them is of another kind.
         """
         module, named = _model(model)
-        source = {} if config is None else config
-        if not isinstance(source, Mapping):
+        source = config
+        if source is None:
+            source = {}
+        elif not isinstance(source, Mapping):
             source = named_path(source, "config")
         return cls(source, (given_sections(**sections) | named, *overrides), module)
 

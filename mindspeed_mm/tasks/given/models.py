@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,20 @@ def question_file(rows: object, folder: Path) -> Path:
 
 def picture_files(images: object, folder: Path) -> tuple[Path, ...]:
     """The files of pictures; those in memory are stored in `folder`."""
-    listed = images if isinstance(images, list | tuple) else [images]
+    listed = _listed(images)
     return tuple(_picture(image, folder, number) for number, image in enumerate(listed))
 
 
 def media_files(paths: object, name: str) -> tuple[Path, ...]:
     """The files of videos or sounds; one or several."""
-    listed = paths if isinstance(paths, list | tuple) else [paths]
-    return tuple(named_path(path, name) for path in listed)
+    return tuple(named_path(path, name) for path in _listed(paths))
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """One thing may be given without a list."""
+    if isinstance(given, list | tuple):
+        return given
+    return [given]
 
 
 def _picture(image: object, folder: Path, number: int) -> Path:
@@ -118,16 +124,21 @@ def _answer(asked: Asked) -> object:
     if asked.rows is None:
         if not isinstance(asked.prompt, str | None):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-        prompts = () if asked.prompt is None else (asked.prompt,)
+        prompts: tuple[str, ...] = ()
+        if asked.prompt is not None:
+            prompts = (asked.prompt,)
         return task.answer_prompt(InferRequest(asked.model, prompts=prompts, **media, **same))
     answers = asked.out or asked.folder / "answers.jsonl"
+    media_dir = None
+    if is_in_memory(asked.rows):  # there is no file beside which media could lie
+        media_dir = Path.cwd()
     task.run(
         InferRequest(
             asked.model,
             data=question_file(asked.rows, asked.folder),
             out=answers,
             batch_size=asked.batch_size,
-            media_dir=Path.cwd() if is_in_memory(asked.rows) else None,
+            media_dir=media_dir,
             overwrite=asked.overwrite,
             **same,
         )
@@ -153,9 +164,15 @@ def _draw(asked: Asked) -> list[Path]:
     known = SamplingArguments.model_fields
     refuse_unknown({name: value for name, value in settings.items() if name not in known}, asked.function, also=known)
     checked = resolved({"inference": {"sampling": settings}}).arguments.inference.sampling
+    prompts = asked.prompt or ()
+    if isinstance(prompts, str):
+        prompts = (prompts,)
+    media = {}
+    if asked.pictures:
+        media["image"] = asked.pictures[0]
     request = generate.GenerateRequest(
-        prompts=(asked.prompt,) if isinstance(asked.prompt, str) else tuple(asked.prompt or ()),
-        media={"image": asked.pictures[0]} if asked.pictures else {},
+        prompts=tuple(prompts),
+        media=media,
         settings={name: checked[name] for name in settings},
         lora=asked.lora,
     )

@@ -56,7 +56,9 @@ def with_objects(
     Raises:
         UsageError: Training rows and validation rows are of two kinds.
     """
-    folder = _folder_for_objects(given if keeps else {}, words if keeps else (), stack)
+    folder = _folder_for_objects({}, (), stack)
+    if keeps:
+        folder = _folder_for_objects(given, words, stack)
     objects = GivenObjects(model=module)
     words = list(words)
     own_sets = [is_data_set(one) for one in rows if one is not None]
@@ -85,7 +87,10 @@ def _folder_for_objects(
         save = given_value(given, words, "training.save")
         if not save:
             return Path(stack.enter_context(TemporaryDirectory(prefix="mm-run-")))
-        check_run_folder(Path(save), given if isinstance(given, Path) else None)
+        config = None
+        if isinstance(given, Path):
+            config = given
+        check_run_folder(Path(save), config)
         mark_run_folder(Path(save))  # before anything is put there
         return Path(save)
 
@@ -110,11 +115,14 @@ def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: J
         files.append(_row_file(validation, "val_rows", "validation", folder))
         values |= {"val_dataset": str(files[-1]), "val_rate": None}
     if any(file.parent == folder() / "rows" for file in files):  # they were objects
-        given = named["media_roots"] or ()
-        roots = [*([given] if isinstance(given, str) else given), str(folder().resolve() / "rows")]
+        roots = named["media_roots"] or ()
+        if isinstance(roots, str):
+            roots = (roots,)
+        # media may be opened inside of these folders alone
+        values["media_roots"] = [*roots, str(folder().resolve() / "rows")]
         if named["dataset_dir"] is None:
             values["dataset_dir"] = str(Path.cwd())
-        values["media_roots"] = [*roots, str(Path.cwd())] if named["dataset_dir"] is None else roots
+            values["media_roots"].append(str(Path.cwd()))
     if values:
         return _of_basic(**values)
     return {}
@@ -167,6 +175,7 @@ def _folder_of(
             way_out="Give its processor or tokenizer, or model.model_name_or_path in the configuration.",
         )
     target = folder() / "model"
+    # ranks share the folder: one of them writes
     if int(os.environ.get("RANK", "0")) == 0 and not (target / "config.json").exists():
         save_model(target)
         processor.save_pretrained(target)

@@ -72,7 +72,11 @@ def listed_rows(rows: object, name: str) -> Dataset | list[Row]:
     Raises:
         UsageError: They are something else, there are none, or one of them is not a mapping.
     """
-    listed = rows if _is_datasets(rows) else _mappings(rows, name)
+    listed: Dataset | list[Row]
+    if _is_datasets(rows):
+        listed = rows
+    else:
+        listed = _mappings(rows, name)
     if not len(listed):
         raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
     return listed
@@ -103,7 +107,9 @@ def with_ids(rows: Dataset | list[Row]) -> Dataset | list[Row]:
         return rows.add_column("id", list(map(str, range(len(rows)))))
     numbered: list[Row] = []
     for index, row in enumerate(rows):
-        numbered.append({**row, "id": str(index)} if _is_missing(row.get("id")) else row)
+        if _is_missing(row.get("id")):
+            row = {**row, "id": str(index)}
+        numbered.append(row)
     return numbered
 
 
@@ -124,7 +130,9 @@ def write_rows(rows: Dataset | list[Row], folder: Path, name: str, *, stores_med
     folder.mkdir(parents=True, exist_ok=True)
     if _is_datasets(rows):
         return _write_parquet(rows, folder, name)
-    store = _MediaStore(folder / MEDIA if stores_media else None)
+    store = _MediaStore(None)
+    if stores_media:
+        store = _MediaStore(folder / MEDIA)
     lines = [_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows)]
     content = b"".join(lines)
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
@@ -144,6 +152,7 @@ def _is_table(rows: object) -> TypeGuard[_Table]:
 
 
 def _write_parquet(rows: Dataset, folder: Path, name: str) -> Path:
+    # the name is the hash of what is written, which is known only afterwards
     draft = folder / f".{name}-{id(rows):x}.parquet"
     try:
         rows.to_parquet(str(draft))
@@ -158,7 +167,9 @@ def _line(row: Row, where: str, store: _MediaStore) -> bytes:
         cells = {name: value for name, value in row.items() if not _is_missing(value)}
         return json.dumps(_plain(cells, store), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        reason = "it contains itself, or is nested too deeply" if isinstance(error, RecursionError) else error
+        reason = str(error)
+        if isinstance(error, RecursionError):
+            reason = "it contains itself, or is nested too deeply"
         raise UsageError(
             f"cannot be stored: {reason}",
             where=where,

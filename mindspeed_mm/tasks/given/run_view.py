@@ -64,8 +64,7 @@ class Run:
         """The best checkpoint that the run keeps (`training.evaluate.best_metric`), which `infer`, `export` and
         `evaluate` take; else, of those that were validated, the one with the lowest validation loss. None when there is
         none."""
-        kept = best_of(self.folder) if self.folder is not None else None
-        if kept is not None:
+        if self.folder is not None and (kept := best_of(self.folder)) is not None:
             return self.checkpoints[kept[0]]
         losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
         validated = [step for step in self.checkpoints if step in losses]
@@ -83,10 +82,12 @@ class Run:
         head, rows = self._shown()
         table = [_COLUMNS, *rows]
         widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
+        if not rows:
+            return head
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
-        return "\n".join([head, *lines] if rows else [head])
+        return "\n".join([head, *lines])
 
     def _repr_html_(self) -> str:
         """The same as an HTML table, which notebooks show."""
@@ -94,8 +95,10 @@ class Run:
         cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
         titles = "".join(f"<th>{title}</th>" for title in _COLUMNS)
         body = "".join(f"<tr>{row}</tr>" for row in cells)
-        table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
-        return f"<p>{escape(head)}</p>{table}"
+        shown = f"<p>{escape(head)}</p>"
+        if rows:
+            shown += f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+        return shown
 
     def _shown(self) -> tuple[str, list[tuple[str, ...]]]:
         """A line about the run, and the rows of the table: steps spread over the run, the best and the newest
@@ -116,7 +119,7 @@ class Run:
             record = by_step.get(step, {})
             losses = (_number(record.get(name)) for name in ("loss", "val_loss"))
             rows.append((f"{step:,}", *losses, ", ".join(marks.get(step, ()))))
-        where = str(self.folder) if self.folder is not None else "without a folder"
+        where = str(self.folder or "without a folder")
         return "  ".join(filter(None, (f"Run {where}", self.status))), rows
 
     def __fspath__(self) -> str:

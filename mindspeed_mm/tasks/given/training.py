@@ -39,12 +39,17 @@ def train_given(
         kept = RecordsInMemory()
         trainer = Trainer(resolved(config.source, words), options, hooks, given=objects, trackers=[kept])
         engine = trainer.train()
-    return run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
+    save = trainer.arguments.training.save
+    if engine is None:  # no step was left to do
+        return run_of(save, kept.records, None)
+    return run_of(save, kept.records, engine.model)
 
 
 def _listed(callbacks: object) -> list[Any]:
     """Functions and hooks; one alone may be given without a list."""
-    listed = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    listed = [callbacks]
+    if isinstance(callbacks, list | tuple):
+        listed = list(callbacks)
     for one in listed:
         if not (isinstance(one, Hook) or callable(one)):
             raise UsageError(

@@ -12,6 +12,7 @@ from mindspeed_mm.tasks.importing.draft import (
     LORA,
     Outcome,
     PeerSetup,
+    as_list,
     conversion,
     idle,
     is_on,
@@ -113,7 +114,7 @@ def text(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":first")
 def first(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The first of a list, where one is taken here."""
-    several = value if isinstance(value, list) else [value]
+    several = as_list(value)
     if not several:
         return {}
     if len(several) > 1:
@@ -126,7 +127,9 @@ def model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A folder, or a name on a hub, which is downloaded first."""
     if isinstance(value, bool):
         return no(f"no value is given; set {key_of(row)}")
-    name = str(value[0] if isinstance(value, list) and value else value)
+    if isinstance(value, list) and value:
+        value = value[0]
+    name = str(value)
     key = key_of(row)
     if Path(name).suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".gguf") and draft.tool.is_for_generators:
         draft.note(key, f"the folder in diffusers' layout, not the single file {Path(name).name}")
@@ -165,6 +168,7 @@ def attention(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         "auto": None,
         "none": None,
     }
+    # a kernel of the hub, such as kernels-community/flash-attn
     if "/" in word or word == "flash":
         word = "flash_attention_2"
     if word not in names:
@@ -202,6 +206,7 @@ def targets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
     names = [name for each in texts(value) if (name := each.strip(", "))]  # `q_proj, v_proj` of a command
+    # `--lora_target_modules q_proj, v_proj`: the shell splits at the blank and leaves the comma
     if draft.tool.name == "trl" and isinstance(value, list) and any(str(each).endswith(",") for each in value):
         draft.note(key_of(row), "TRL takes the commas for parts of the names, and adapts only names without one")
     if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():
@@ -218,7 +223,10 @@ def targets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         if names:
             return _with_tower(draft, row)
         return {}
-    return {key_of(row): [f"*.{name}" if "." in name and draft.tool.is_for_generators else name for name in names]}
+    if draft.tool.is_for_generators:
+        # a dotted name is the end of a path there; here a pattern has to match the whole path
+        names = [f"*.{name}" if "." in name else name for name in names]
+    return {key_of(row): names}
 
 
 def _with_tower(draft: PeerSetup, row: PeerRow) -> Outcome:
@@ -226,8 +234,11 @@ def _with_tower(draft: PeerSetup, row: PeerRow) -> Outcome:
     if draft.tool.name not in ("trl", "axolotl") or not draft.sees or draft.parts is None:
         return {}
     tower, bridge = draft.parts
-    has_layers = not bridge.startswith(tower) and "gemma" not in f"{draft.model_name} {draft.model_type}".lower()
-    return {key_of(row): ["all-linear", f"{tower}.*", *([f"{bridge}.*"] if has_layers else [])]}
+    patterns = ["all-linear", f"{tower}.*"]
+    # Gemma 3's projector is a bare parameter: it has no layer that PEFT could adapt
+    if not bridge.startswith(tower) and "gemma" not in f"{draft.model_name} {draft.model_type}".lower():
+        patterns.append(f"{bridge}.*")
+    return {key_of(row): patterns}
 
 
 @conversion(":alpha")
@@ -242,9 +253,9 @@ def rslora(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if not is_on(value):
         return {}
     rank = float(draft.get("lora_rank", draft.get("lora_r", 8)))
-    given = draft.get("lora_alpha")
     of_tool = {"llamafactory": 2 * rank, "ms-swift": 32.0}.get(draft.tool.name, 16.0)
-    return {f"{LORA}.alpha": round(float(given if given is not None else of_tool) * math.sqrt(rank), 6)}
+    # our scale is alpha / rank: alpha · √rank over rank is alpha / √rank
+    return {f"{LORA}.alpha": round(float(draft.get("lora_alpha", of_tool)) * math.sqrt(rank), 6)}
 
 
 @conversion(":loraplus")
@@ -266,7 +277,7 @@ def lora_path(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The folder or file of adapters that training continues from."""
     if isinstance(value, bool):
         return idle("the rank is that of the adapters in training.lora.pretrained_lora_path")
-    several = value if isinstance(value, list) else [value]
+    several = as_list(value)
     if several:
         return {key_of(row): str(several[0])}
     return {}

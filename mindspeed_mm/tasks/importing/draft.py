@@ -24,6 +24,7 @@ VAL_DATASET = f"{BASIC}.val_dataset"
 LORA = "training.lora"
 DIFFUSION = "training.diffusion"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# a guess by name, for models whose folder is not on this machine; `sees` asks the folder first
 _SEES = re.compile(
     r"(?i)(?<![a-z])vl(?![a-z])|vision|omni|llava|internvl|pixtral|smolvlm|idefics|gemma-?[34](?!-1b|-270m)|glm-?4\.[15]v|"
     r"minicpm-?[vo]|qwen3\.[56]|qwen3_[56]|mllama|janus|deepseek-ocr|kimi-vl|mistral-small-3\.[12]|magistral"
@@ -97,6 +98,7 @@ class PeerSetup:
     """Setting of the tool → the first of this name that is not empty."""
 
     def __post_init__(self) -> None:
+        # the first of a name wins, as in a TOML whose data sets repeat a setting
         for each in self.given.settings:
             if each.value is not None:
                 self.settings.setdefault(each.key, each)
@@ -114,6 +116,7 @@ class PeerSetup:
     def row(self, word: str) -> PeerRow | None:
         """The row of a setting, or of the settings that hold it."""
         words = words_of(self.tool.name)
+        # `a.b[].c` → `a.b[]` → `a`: a section may be one row of the table
         while word:
             if word in words:
                 return words[word]
@@ -136,8 +139,9 @@ class PeerSetup:
     def refuse(self, what: str, word: str, way_out: str) -> ConfigError:
         """An error about a setting, with its place."""
         setting = self.settings.get(word)
-        where = setting.where if setting else self.given.source
-        return ConfigError(what, where=where, key=word, way_out=way_out)
+        if setting is None:
+            return ConfigError(what, where=self.given.source, key=word, way_out=way_out)
+        return ConfigError(what, where=setting.where, key=word, way_out=way_out)
 
     @property
     def is_second_program(self) -> bool:
@@ -180,9 +184,7 @@ class PeerSetup:
     @property
     def model_type(self) -> str:
         """The kind of model that the folder's config.json names; empty where there is none."""
-        if self.model_name:
-            return str((self._facts() or {}).get("model_type", ""))
-        return ""
+        return str(self._known_facts().get("model_type", ""))
 
     @property
     def parts(self) -> list[str] | None:
@@ -192,7 +194,7 @@ class PeerSetup:
 
     def text_facts(self) -> JsonMapping:
         """What the folder's config.json says of the language model; empty where there is none."""
-        facts = (self._facts() or {}) if self.model_name else {}
+        facts = self._known_facts()
         inner = facts.get("text_config")
         if isinstance(inner, dict):
             return inner
@@ -200,10 +202,12 @@ class PeerSetup:
 
     def patch_side(self) -> int | None:
         """Side of the square of pixels behind a token of a picture, by the folder or by the name; None: not known."""
-        vision = ((self._facts() or {}) if self.model_name else {}).get("vision_config")
+        vision = self._known_facts().get("vision_config")
         if isinstance(vision, dict) and "patch_size" in vision:
+            # the merger joins spatial_merge_size² patches into one token
             return int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2))
         name = self.model_name.lower()
+        # patches of 16 (Qwen3-VL) or 14 pixels (Qwen2-VL), merged 2 × 2
         if re.search(r"qwen3-?vl|qwen3\.[56]|qwen3-?omni", name):
             return 32
         if re.search(r"qwen2(\.5)?-?(vl|omni)", name):
@@ -220,10 +224,17 @@ class PeerSetup:
             return facts
         return None
 
+    def _known_facts(self) -> JsonMapping:
+        """The model's config.json; empty where no model is named or its folder is not here."""
+        if not self.model_name:
+            return {}
+        return self._facts() or {}
+
     def file_of(self, name: str) -> Path | None:
         """A file that a setup names, from here, from where the setup is, or from a folder above; None: not here."""
         beside = self.given.folder.resolve()
-        tried = (Path(), beside, *beside.parents) if not Path(name).is_absolute() else (Path(),)
+        # an absolute name wins over any folder that it is joined to
+        tried = (Path(), beside, *beside.parents)
         return next((folder / name for folder in tried if (folder / name).is_file()), None)
 
     def folder_of(self, name: str, room: str, fetch: Callable[[str, str], str]) -> str:
@@ -236,6 +247,7 @@ class PeerSetup:
         """
         if Path(name).exists() or (self.given.folder / name).exists() or not _HUB_NAME.fullmatch(name):
             return name
+        # looks like OWNER/NAME, but is a folder that a run would write or a placeholder
         if name.startswith(("saves/", "output/", "outputs/", "models/", "data/", "path/", "runs/")):
             return name
         folder = f"{room}/{name.rpartition('/')[2]}"
@@ -281,8 +293,47 @@ def data_fetch(name: str, folder: str) -> str:
     return f"hf download {name} --repo-type dataset --local-dir {folder}"
 
 
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, and a single value as the list of it."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
+def path_of(entry: Any) -> str:
+    """The path of an entry of `dataset`, which is a mapping or the path alone."""
+    if isinstance(entry, dict):
+        return str(entry["path"])
+    return str(entry)
+
+
+def dataset_value(entries: list[Any]) -> Any:
+    """The value of `dataset`: the path alone where the only entry says nothing else, otherwise the list."""
+    if len(entries) != 1:
+        return entries
+    only = entries[0]
+    if isinstance(only, str) or only.keys() == {"path"}:
+        return path_of(only)
+    return entries
+
+
+def short_entry(entry: JsonObject) -> object:
+    """An entry of `dataset`: the path alone where nothing else is said."""
+    if len(entry) == 1:
+        return entry["path"]
+    return entry
+
+
+def only_or_all(entries: list[object]) -> object:
+    """The value of `dataset`, in which a single entry needs no list."""
+    if len(entries) == 1:
+        return entries[0]
+    return entries
+
+
 def is_on(value: object) -> bool:
     """Whether a switch is on, however it is written."""
+    # commands and TOMLs write switches as words and numbers
     if not isinstance(value, bool):
         return str(value).lower() in ("true", "yes", "on", "1", "1.0")
     return value

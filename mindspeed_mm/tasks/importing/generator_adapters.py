@@ -21,6 +21,7 @@ from mindspeed_mm.tasks.importing.draft import (
     texts,
 )
 
+# the order decides: FLUX.2 before FLUX, HunyuanVideo 1.5 before HunyuanVideo
 _FAMILIES = (
     (r"flux[-_.]?2", "flux2"),
     (r"flux|flex|chroma|fpack_flux", "flux"),
@@ -97,8 +98,10 @@ def family_of(draft: PeerSetup) -> str:
         given.append("flux")
     if is_on(draft.get("model.is_v3", False)):
         given.append("sd3")
-    names = [str(classes[1])] if isinstance(classes, list) and len(classes) == 2 else []
-    for name in (*names, script_of(draft), *given, draft.model_name):
+    names = [script_of(draft), *given, draft.model_name]
+    if isinstance(classes, list) and len(classes) == 2:  # [library, class]
+        names.insert(0, str(classes[1]))
+    for name in names:
         for pattern, family in _FAMILIES:
             if re.search(pattern, name, re.IGNORECASE):
                 return family
@@ -106,8 +109,12 @@ def family_of(draft: PeerSetup) -> str:
 
 
 def _adapted(draft: PeerSetup) -> JsonObject:
-    """The layers that the tool adapts unless it is told otherwise."""
-    table = _WITHOUT_MODULATION if draft.tool.name == "musubi" else _BLOCKS
+    """The layers that the tool adapts; empty where the setup has named some already."""
+    if _TARGETS in draft.out:
+        return {}
+    table = _BLOCKS
+    if draft.tool.name == "musubi":
+        table = _WITHOUT_MODULATION
     layers = table.get(family_of(draft))
     if layers is None:
         draft.note(f"{LORA}.enable", f"{draft.tool.title} adapts all linear layers of the blocks: see target_modules")
@@ -123,7 +130,7 @@ def network_module(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         way_out = "training.lora trains LoRA and DoRA adapters: network_module networks.lora."
         raise draft.refuse(f"{value} is not built", "network_module", way_out)
     with_lora(draft)
-    return {f"{LORA}.enable": True, **({} if _TARGETS in draft.out else _adapted(draft))}
+    return {f"{LORA}.enable": True, **_adapted(draft)}
 
 
 _NUMBERS_OF_BLOCKS = {
@@ -141,8 +148,10 @@ def _numbered_blocks(draft: PeerSetup, given: dict[str, str]) -> list[str]:
     for pattern in _BLOCKS.get(family_of(draft), ()):
         stack = pattern.removesuffix(".*")
         numbers = chosen.get(stack, "all")
-        if numbers != "none":
-            patterns.append(pattern if numbers == "all" else f"{stack}.{{{numbers}}}.*")
+        if numbers == "all":
+            patterns.append(pattern)
+        elif numbers != "none":
+            patterns.append(f"{stack}.{{{numbers}}}.*")  # `transformer_blocks.{0,1,8-12}.*`
     return patterns
 
 
@@ -151,15 +160,20 @@ def network_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Further arguments of adapters: the kind and the numbers of blocks, and LoRA+; others, such as convolutions, are
     not built."""
     found: JsonObject = {}
-    pairs = [str(each).partition("=") for each in (value if isinstance(value, list) else re.split(r"\s+", str(value)))]
+    words = value
+    if not isinstance(words, list):
+        words = re.split(r"\s+", str(value))
+    pairs = [str(each).partition("=") for each in words]
     blocks = {name: text for name, _, text in pairs if name in _NUMBERS_OF_BLOCKS}
     if blocks:
         found[_TARGETS] = _numbered_blocks(draft, blocks)
     for name, _, text in (each for each in pairs if each[0] not in blocks):
         if name == "loraplus_lr_ratio" and re.fullmatch(r"[\d.]+", text):
             found["training.lr_scaling_plan"] = [{"match": "lora_B", "scale": float(text)}]
-        elif name == "train_blocks" and text in ("single", "double"):
-            found[_TARGETS] = ["single_transformer_blocks.*" if text == "single" else "transformer_blocks.*"]
+        elif name == "train_blocks" and text == "single":
+            found[_TARGETS] = ["single_transformer_blocks.*"]
+        elif name == "train_blocks" and text == "double":
+            found[_TARGETS] = ["transformer_blocks.*"]
         elif name != "train_blocks" or text != "all":
             return no(f"{name}: training.lora.target_modules names the layers; other kinds of adapters are not built")
     return found
@@ -170,7 +184,7 @@ def ai_network(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """LoRA, and the layers that get it; LoKr and others are named."""
     if str(value).lower() not in ("lora", "lierla"):
         raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
-    return {f"{LORA}.enable": True, **({} if _TARGETS in draft.out else _adapted(draft))}
+    return {f"{LORA}.enable": True, **_adapted(draft)}
 
 
 @conversion(":only_if_contains")

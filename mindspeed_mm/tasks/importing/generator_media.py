@@ -19,8 +19,10 @@ from mindspeed_mm.tasks.importing.draft import (
     VAL_DATASET,
     Outcome,
     PeerSetup,
+    as_list,
     conversion,
     data_fetch,
+    dataset_value,
     default_of,
     idle,
     is_on,
@@ -28,7 +30,7 @@ from mindspeed_mm.tasks.importing.draft import (
     texts,
 )
 from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, family_of, script_of
-from mindspeed_mm.tasks.importing.run_values import media_in
+from mindspeed_mm.tasks.importing.row_counts import media_in
 
 
 @conversion(":di_dataset")
@@ -48,7 +50,7 @@ def di_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         entries.append(
             {"path": str(draft.get("class_data_dir")), "caption": str(draft.get("class_prompt", "")), "prior": True}
         )
-    return {DATASET: name if entries == [{"path": name}] else entries}
+    return {DATASET: dataset_value(entries)}
 
 
 @conversion(":clips_root")
@@ -62,6 +64,7 @@ def clips_root(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return no(
             f"name the file of paths in basic_parameters.dataset, and call that of captions {CAPTIONS_OF_LISTS[0]}"
         )
+    # the two settings name files here, not columns
     for name in ("media_column", "caption_column"):
         draft.out.pop(f"{BASIC}.{name}", None)
     return {DATASET: f"{value}/{listed}"}
@@ -122,16 +125,19 @@ def ko_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     entries = _subsets(draft)
     if not entries:
         words = [word for word in ("train_data_dir", "reg_data_dir") if draft.has(word)]
-        entries = [{"path": str(draft.get(word)), **({"prior": True} if word[0] == "r" else {})} for word in words]
+        entries = [{"path": str(draft.get(word))} for word in words]
+        if draft.has("reg_data_dir"):
+            entries[-1]["prior"] = True
         _mix_regularisation(draft, entries)
     if not entries:
         return no("the data set's file is not here: name the folder of pictures in basic_parameters.dataset")
     if draft.tool.name == "kohya" and any(entry.get("prior") for entry in entries):
         draft.put(f"{DIFFUSION}.prior_loss_weight", float(draft.get("prior_loss_weight", 1.0)))
+    # the mark is of this module alone: no entry of `dataset` has it
     if held_out := [entry for entry in entries if entry.pop("is_held_out", False)]:
         entries = [entry for entry in entries if entry not in held_out]
         draft.put(VAL_DATASET, held_out, "validation_split: 1.0")
-    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+    return {DATASET: dataset_value(entries)}
 
 
 def _mix_regularisation(draft: PeerSetup, entries: list[JsonObject]) -> None:
@@ -142,6 +148,7 @@ def _mix_regularisation(draft: PeerSetup, entries: list[JsonObject]) -> None:
     groups = {flag: sum(compress(counts, (each is flag for each in of_class))) for flag in (False, True)}
     if float(draft.get("prior_loss_weight", 1.0)) != 1 or not all(groups.values()):
         return
+    # how often a picture of the class is seen for one look at each picture of the subject
     share = groups[False] / groups[True]
     for entry, count in zip(entries, counts, strict=True):
         if not entry.pop("prior", False):
@@ -190,7 +197,9 @@ def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     shares = {_held_out(draft, each, subset) for each in datasets for subset in each.get("subsets") or []} - {1.0}
     if len(shares) > 1:
         return no("name pictures to validate on in basic_parameters.val_dataset: val_rate is of all data sets")
-    share = shares.pop() if shares else float(value)
+    share = float(value)
+    if shares:
+        share = shares.pop()
     if 0 < share < 1:
         return {key_of(row): share}
     return {}
@@ -204,10 +213,14 @@ def _general(draft: PeerSetup, dataset: Mapping[str, object], word: str, default
 
 def _resolution(draft: PeerSetup, dataset: Mapping[str, object]) -> tuple[int, int]:
     """Width and height that a data set is trained at."""
-    default = [960, 544] if draft.tool.name == "musubi" else 512
+    default: object = 512
+    if draft.tool.name == "musubi":
+        default = [960, 544]
     given = _general(draft, dataset, "resolution", default)
-    numbers = [int(float(each)) for each in (given if isinstance(given, list) else texts(str(given).replace("x", ",")))]
-    return numbers[0], numbers[-1]
+    if not isinstance(given, list):
+        given = texts(str(given).replace("x", ","))
+    numbers = [int(float(each)) for each in given]
+    return numbers[0], numbers[-1]  # one number is the side of a square
 
 
 def _datasets(draft: PeerSetup) -> list[JsonObject]:
@@ -219,21 +232,17 @@ def _datasets(draft: PeerSetup) -> list[JsonObject]:
         if not is_of_clips or dataset.get("frame_extraction") == "full":
             found.append({name: value for name, value in dataset.items() if name != "target_frames"})
             continue
-        counts = dataset.get("target_frames", [1])
-        found += [
-            {**dataset, "target_frames": int(each)} for each in (counts if isinstance(counts, list) else [counts])
-        ]
+        counts = as_list(dataset.get("target_frames", [1]))
+        found += [{**dataset, "target_frames": int(each)} for each in counts]
     return found
 
 
 def _sizes(draft: PeerSetup, dataset: Mapping[str, object]) -> JsonObject:
     width, height = _resolution(draft, dataset)
     frames = dataset.get("target_frames")
-    sizes: JsonObject = (
-        {"max_pixels": width * height}
-        if is_on(_general(draft, dataset, "enable_bucket", False))
-        else {"height": height, "width": width}
-    )
+    sizes: JsonObject = {"height": height, "width": width}
+    if is_on(_general(draft, dataset, "enable_bucket", False)):
+        sizes = {"max_pixels": width * height}  # buckets keep the area, not the shape
     if frames:
         sizes["num_frames"] = frames
     return sizes
@@ -261,14 +270,16 @@ def mu_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         if (repeats := int(_general(draft, dataset, "num_repeats", 1))) > 1:
             entry["repeats"] = repeats
         if dataset.get("control_directory"):
-            column = "control" if "video_directory" in dataset else "source"
+            column = "source"  # the picture that is edited
+            if "video_directory" in dataset:
+                column = "control"
             entry["companions"] = {column: str(dataset["control_directory"])}
         if several:
             entry["sizes"] = _sizes(draft, dataset)
         entries.append(entry)
     if not entries:
         return no("the data set's file is not here: name the folder of media in basic_parameters.dataset")
-    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+    return {DATASET: dataset_value(entries)}
 
 
 @conversion(":frames")
@@ -315,8 +326,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Folders; an entry of several resolutions becomes several."""
     entries = []
     for dataset in process_of(draft).get("datasets") or []:
-        areas = dataset.get("resolution", 512)
-        for area in areas if isinstance(areas, list) else [areas]:
+        for area in as_list(dataset.get("resolution", 512)):
             path = str(dataset.get("folder_path", dataset.get("dataset_path", "")))
             entry: JsonObject = {"path": path}
             several = len(_areas(draft)) > 1
@@ -329,10 +339,9 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
                 entry["repeats"] = int(dataset["num_repeats"])
             if dataset.get("is_reg"):
                 entry["prior"] = True
-            controls = dataset.get("control_path")
-            names = controls if isinstance(controls, list) else [controls] if controls else []
-            names += [
-                dataset[f"control_path_{number}"] for number in (1, 2, 3) if dataset.get(f"control_path_{number}")
+            names = [
+                *as_list(dataset.get("control_path") or []),
+                *(dataset[word] for number in (1, 2, 3) if dataset.get(word := f"control_path_{number}")),
             ]
             if names:
                 columns = ("source", "source_2", "source_3")
@@ -342,7 +351,7 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     is_video = family_of(draft) in VIDEO_FAMILIES
     if counts - {1} or (is_video and draft.has("datasets[].num_frames")):
         draft.put(f"{MEDIA}.num_frames", max(counts))
-    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+    return {DATASET: dataset_value(entries)}
 
 
 def process_of(draft: PeerSetup) -> JsonObject:
@@ -357,8 +366,7 @@ def _areas(draft: PeerSetup) -> set[int]:
     """Sides of the squares whose areas are trained at."""
     found: set[int] = set()
     for dataset in process_of(draft).get("datasets") or []:
-        areas = dataset.get("resolution", 512)
-        found |= {int(area) for area in (areas if isinstance(areas, list) else [areas])}
+        found |= {int(area) for area in as_list(dataset.get("resolution", 512))}
     return found
 
 
@@ -386,4 +394,4 @@ def ds_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     entry: JsonObject = {"path": str(table or value)}
     if int(draft.get("dataset_repeat", 1)) > 1:
         entry["repeats"] = int(draft.get("dataset_repeat"))
-    return {DATASET: entry["path"] if len(entry) == 1 else [entry], f"{BASIC}.dataset_dir": str(value)}
+    return {DATASET: dataset_value([entry]), f"{BASIC}.dataset_dir": str(value)}

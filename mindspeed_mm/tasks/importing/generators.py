@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
+from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     DATASET,
@@ -26,8 +24,8 @@ from mindspeed_mm.tasks.importing.draft import (
 )
 from mindspeed_mm.tasks.importing.generator_adapters import VIDEO_FAMILIES, component, family_of, script_of
 from mindspeed_mm.tasks.importing.generator_media import process_of
-from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import optimizer, steps_of_epoch
+from mindspeed_mm.tasks.importing.row_counts import steps_of_epoch
+from mindspeed_mm.tasks.importing.run_values import optimizer
 
 _WEIGHTINGS: dict[str, dict[str, str]] = {
     "none": {"timestep_density": "uniform"},
@@ -79,7 +77,10 @@ def ko_lr(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def optimizer_args(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """`weight_decay=0.01`, `betas=0.9,0.99`, `eps=1e-8` of AdamW."""
     found: JsonObject = {}
-    for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
+    pairs = value
+    if not isinstance(pairs, list):
+        pairs = re.split(r"\s+", str(value))
+    for pair in pairs:
         name, _, text = str(pair).partition("=")
         numbers = [
             float(each) for each in re.findall(r"[-+.\deE]+", text) if re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", each)
@@ -142,7 +143,9 @@ def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> JsonObject:
     found: JsonObject = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
     if scheme == "logit_normal":
         mean = float(draft.get("logit_mean", 0.0))
-        found[f"{DIFFUSION}.logit_mean"] = -mean if flips and mean else mean
+        if flips and mean:  # no -0.0 in the YAML
+            mean = -mean
+        found[f"{DIFFUSION}.logit_mean"] = mean
         found[f"{DIFFUSION}.logit_std"] = float(draft.get("logit_std", 1.0))
     if scheme == "mode":
         found[f"{DIFFUSION}.mode_scale"] = float(draft.get("mode_scale", 1.29))
@@ -172,7 +175,9 @@ def _shift_of_scheduler(draft: PeerSetup) -> float | None:
     shifts by the resolution (FlowMatchEulerDiscreteScheduler). None leaves it to the folder."""
     scheduler = component(draft, "scheduler/scheduler_config.json")
     if scheduler:
-        return 1.0 if scheduler.get("use_dynamic_shifting") else float(scheduler.get("shift", 1.0))
+        if scheduler.get("use_dynamic_shifting"):
+            return 1.0
+        return float(scheduler.get("shift", 1.0))
     if family_of(draft) in ("sd3", "lumina2", "zimage"):
         return None
     return 1.0
@@ -232,6 +237,7 @@ def _shift_of_flux2(draft: PeerSetup) -> float:
     areas = [each.get("max_pixels", each.get("height", 0) * each.get("width", 0)) for each in sizes]
     area = max(areas, default=0) or 960 * 544
     draft.note(f"{DIFFUSION}.shift", f"of pictures of {area} pixels there, by flux2_shift")
+    # μ runs from 0.5 at 256 tokens to 1.15 at 4096; a token stands for 16 × 16 pixels
     return round(math.exp(0.5 + (1.15 - 0.5) / (4096 - 256) * (area / 256 - 256)), 4)
 
 
@@ -240,16 +246,20 @@ def ko_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """`timestep_sampling` of kohya's scripts (get_noisy_model_input_and_timesteps)."""
     word = str(value)
     is_sd3 = draft.tool.name == "kohya" and family_of(draft) == "sd3"
-    setting, usual = ("training_shift", 1.0) if is_sd3 else ("discrete_flow_shift", _usual_shift(draft))
-    shift = float(draft.get(setting, usual))
+    if is_sd3:
+        shift = float(draft.get("training_shift", 1.0))
+    else:
+        shift = float(draft.get("discrete_flow_shift", _usual_shift(draft)))
     if word == "sigma" or is_sd3:  # sd3_train_utils.py has no other way
         scheme = str(draft.get("weighting_scheme", "none"))
         if scheme not in _WEIGHTINGS:
             return no(f"weighting_scheme {scheme} is not built")
         return {**_density(draft, scheme, flips=not is_sd3), f"{DIFFUSION}.shift": shift}
-    if word in ("uniform", "nextdit_shift"):
-        how_much = 1.0 if word == "uniform" else "resolution"
-        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": how_much}
+    if word == "uniform":
+        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": 1.0}
+    if word == "nextdit_shift":
+        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": "resolution"}
+    # sigmoid(scale · normal) is a logit-normal density whose std is the scale
     std = float(draft.get("sigmoid_scale", 1.0))
     found: JsonObject = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
     if word == "sigmoid":
@@ -293,9 +303,9 @@ def prediction_of_kohya(draft: PeerSetup) -> str | None:
 @conversion(":prediction_type")
 def prediction_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What the loss compares: the velocity as it is (raw), or weighted by σ²."""
-    return (
-        {} if value == "raw" else no(f"{value}: here the loss compares velocities, as model_prediction_type raw does")
-    )
+    if value == "raw":
+        return {}
+    return no(f"{value}: here the loss compares velocities, as model_prediction_type raw does")
 
 
 @conversion(":sigma_range")
@@ -310,6 +320,7 @@ def sigma_range(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":boundaries")
 def boundaries(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Shares of the timesteps, which run down in DiffSynth-Studio."""
+    # step 0 is pure noise there: the boundaries change places and count from the other end
     low = 1 - float(draft.get("max_timestep_boundary", 1.0))
     high = 1 - float(draft.get("min_timestep_boundary", 0.0))
     draft.note(key_of(row), "shares of the steps there, which the shift moves: see docs/generation.md")
@@ -335,7 +346,9 @@ def guidance_one(draft: PeerSetup) -> float | None:
 @conversion(":bypass_guidance")
 def bypass_guidance(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether the input for guidance is left out."""
-    return no("training.diffusion.guidance: 1.0 trains FLUX.1 dev at guidance 1") if is_on(value) else idle("it is off")
+    if is_on(value):
+        return no("training.diffusion.guidance: 1.0 trains FLUX.1 dev at guidance 1")
+    return idle("it is off")
 
 
 @conversion(":ai_loss")
@@ -366,11 +379,14 @@ def ai_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":prompts")
 def prompts(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The prompts that samples are drawn from while training."""
-    separator = str(draft.get("validation_prompt_separator", ":::"))
-    several = [str(each) for each in (value if isinstance(value, list) else str(value).split(separator))]
+    if isinstance(value, list):
+        several = [str(each) for each in value]
+    else:
+        several = str(value).split(str(draft.get("validation_prompt_separator", ":::")))
     if any(re.search(r"\s--ctrl_img\b", each) for each in several):
         return no("write JSON lines with prompt and image, and name the file in training.sampling.prompts_file")
     if draft.tool.name == "ai-toolkit":
+        # ai-toolkit writes a sample's options behind its prompt: `a cat --width 512 --seed 1`
         several = [re.split(r"\s+--(?=[a-z])", each)[0] for each in several]
     return {"training.sampling.prompts": several}
 
@@ -410,41 +426,6 @@ def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     count = int(value)
     if family in ("wan", "hunyuan", "hunyuan1.5") and count % 4 != 1:
         count = count // 4 * 4 + 1
-    return {key_of(row): count} if count > 1 or family in VIDEO_FAMILIES else {}
-
-
-_LEVELS = ("datasets[].subsets[].", "datasets[].", "general.", "")
-"""Where kohya's and musubi-tuner's TOML may have a setting of a data set, which goes down to the levels below."""
-
-
-def plain_key(tool: str, key: str) -> str:
-    """A setting of a TOML as the table has it: at the level that it lists, or without its section."""
-    known, last = words_of(tool), key.rpartition(".")[2].removeprefix("[].")
-    if key in known:
-        return key
-    levels = _LEVELS if key.startswith(("datasets[].", "general.")) else ("",)
-    return next((level + last for level in levels if level + last in known), last)
-
-
-def with_dataset_file(draft: PeerSetup) -> None:
-    """Read the TOML that `dataset_config` names, beside the file or in the working directory."""
-    name = draft.get("dataset_config")
-    if not isinstance(name, str) or draft.tool.name not in ("kohya", "musubi"):
-        return
-    path = next((each for each in (Path(name), draft.given.folder / name) if each.is_file()), None)
-    if path is None:
-        return
-    of_data = read_file(path)
-    settings = [replace(each, key=plain_key(draft.tool.name, each.key)) for each in of_data.settings]
-    draft.given.settings.extend(settings)
-    draft.given = type(draft.given)(
-        draft.given.source,
-        draft.given.settings,
-        {**draft.given.tree, **of_data.tree},
-        draft.given.program,
-        draft.given.environment,
-        draft.given.folder,
-    )
-    for each in settings:
-        if each.value is not None:
-            draft.settings.setdefault(each.key, each)
+    if count > 1 or family in VIDEO_FAMILIES:
+        return {key_of(row): count}
+    return {}

@@ -26,6 +26,7 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?(\w+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _SUMS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
+# no file of settings can hold this character
 UNKNOWN = "\0"
 """Stands in a value for what only a shell can work out."""
 
@@ -72,7 +73,8 @@ def read_given(words: Sequence[str]) -> Given:
         words = _split(words[0], "command line")
     first = Path(words[0])
     if first.suffix in FILES or (
-        _is_file(words[0]) and first.is_file() and first.suffix != ".sh" and not _is_program(first)
+        # a script of Python is a command: its options follow
+        _is_file(words[0]) and first.is_file() and first.suffix not in (".sh", ".py")
     ):
         given = read_file(first)
         if len(words) > 1:
@@ -98,7 +100,9 @@ def read_file(path: Path) -> Given:
     if document.problems:
         raise ConfigError(count_problems(path, document.problems), problems=document.problems)
     if not isinstance(document.root.value, dict):
-        what = "the file is empty" if document.root.value is None else "holds no settings"
+        what = "holds no settings"
+        if document.root.value is None:
+            what = "the file is empty"
         raise ConfigError(what, where=str(path), way_out="Name a configuration file of another trainer.")
     return Given(str(path), list(_flatten(document.root, "")), plain(document.root), folder=path.parent)
 
@@ -120,13 +124,15 @@ def with_options(given: Given, options: Sequence[Setting]) -> Given:
 def options_of(words: Sequence[str], where: str) -> list[Setting]:
     """`--key value …`, `--key=value`, `--switch` and `key=value` as settings; dashes in names become underscores."""
     found: dict[str, list[Any]] = {}
-    switches: set[str] = set()
-    name = ""
+    name = ""  # the option that the next words belong to
     for word in words:
         if match := re.fullmatch(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL):
-            name = match[1].replace("-", "_") if "." not in match[1] else match[1]
-            found[name] = [] if match[2] is None else [value_of(match[2])]
-            switches.add(name)
+            name = match[1]
+            if "." not in name:  # a dotted name is the key of a file, dashes included
+                name = name.replace("-", "_")
+            found[name] = []
+            if match[2] is not None:
+                found[name].append(value_of(match[2]))
         elif name:
             found[name].append(value_of(word))
         elif match := re.fullmatch(r"([A-Za-z][\w.]*)=(.*)", word, re.DOTALL):
@@ -188,8 +194,9 @@ def _read_toml(text: str, path: Path) -> JsonObject:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r"line (\d+), column (\d+)", str(error))
-        where = f"{path}:{place[1]}:{place[2]}" if place else str(path)
+        where = str(path)
+        if place := re.search(r"line (\d+), column (\d+)", str(error)):
+            where = f"{path}:{place[1]}:{place[2]}"
         what = re.sub(r" \(at .*\)$", "", str(error))
         raise ConfigError(f"not valid TOML: {what[:1].lower()}{what[1:]}", where=where) from None
 
@@ -224,7 +231,8 @@ def _without_comment(line: str) -> str:
     quote = ""
     for number, character in enumerate(line):
         if quote:
-            quote = "" if character == quote else quote
+            if character == quote:
+                quote = ""
         elif character in "'\"":
             quote = character
         elif character == "#" and (number == 0 or line[number - 1].isspace()):
@@ -237,11 +245,6 @@ def _is_file(word: str) -> bool:
         return Path(word).exists()
     except (OSError, ValueError):  # too long for a name
         return False
-
-
-def _is_program(path: Path) -> bool:
-    """Whether a file is a script of Python, whose options follow."""
-    return path.suffix == ".py"
 
 
 def _read_script(path: Path) -> Given:
@@ -269,6 +272,7 @@ def _read_script(path: Path) -> Given:
     if not commands:
         known = "llamafactory-cli, swift, axolotl, trl, or a training script of kohya, musubi-tuner or diffusers"
         raise UsageError("starts no training that is known", where=str(path), way_out=f"Known are {known}.")
+    # a script for GRPO starts the server of samples first
     trains = [given for given in commands if not _only_serves(given.program)]
     chosen = (trains or commands)[0]
     return Given(str(path), chosen.settings, chosen.tree, chosen.program, chosen.environment, folder=path.parent)
@@ -285,9 +289,10 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     held, start = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
-        if stripped.startswith("#") and (held or stripped.startswith("#!") or not held):
+        if stripped.startswith("#"):
             continue
-        start = start if held else number
+        if not held:
+            start = number
         if stripped.endswith("\\"):
             held += stripped[:-1] + " "
             continue
@@ -322,6 +327,7 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
+        # `${NAME:-default}`: the second group is the default
         return variables.get(name, match[2] if match[2] is not None else f"{UNKNOWN}{name}{UNKNOWN}")
 
     filled = _VARIABLE.sub(value, word)
@@ -333,6 +339,7 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
 def _read_command(words: Sequence[str], where: str, variables: Mapping[str, str] | None = None) -> Given:
     """A command: what stands before its options names the program, a file among it is read first."""
     words, environment = list(words), dict(variables or {})
+    # `NPROC_PER_NODE=8 swift sft …`
     while words and (match := _ASSIGNMENT.fullmatch(words[0])) and not words[0].startswith("-"):
         environment[match[1]] = match[2]
         words = words[1:]
@@ -356,7 +363,7 @@ def _program_and_options(words: Sequence[str]) -> tuple[tuple[str, ...], list[st
             if Path(word).name in ("llamafactory-cli", "axolotl", "swift", "trl", "megatron"):
                 start = number
                 break
-    program = [words[start]] if words else []
+    program = list(words[start : start + 1])
     rest = start + 1
     while rest < len(words) and not words[rest].startswith("-") and "=" not in words[rest]:
         program.append(words[rest])
@@ -375,8 +382,9 @@ def _with_file(given: Given) -> Given:
         return given
     path = Path(named[-1])
     if not path.is_file() and given.source != "command line":
-        beside = Path(re.sub(r":\d+$", "", given.source)).parent / path
-        above = [folder / path for folder in Path(beside).resolve().parents] if not path.is_absolute() else []
+        beside = Path(re.sub(r":\d+$", "", given.source)).parent / path  # the source is SCRIPT:LINE
+        # an absolute path, joined to a folder, is itself, and it is not there
+        above = [folder / path for folder in beside.resolve().parents]
         path = next((each for each in above if each.is_file()), beside)
     if not path.is_file() and path.suffix == "":
         path = path.with_suffix(".toml")
@@ -387,7 +395,9 @@ def _with_file(given: Given) -> Given:
 
 def shell_value(value: object) -> str | None:
     """The name of what only a shell could work out in a value; None where it is plain."""
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = str(value)
+    if isinstance(value, list):
+        text = " ".join(map(str, value))  # the text of a list would escape the mark
     if UNKNOWN in text:
         return text.split(UNKNOWN)[1] or "a command"
     return None

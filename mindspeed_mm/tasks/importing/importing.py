@@ -20,8 +20,11 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
-from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows
+
+# a module registers its conversions when it is imported
+from mindspeed_mm.tasks.importing import axolotl_rows, generator_adapters, generators, language, preferences, rows  # noqa: F401
 from mindspeed_mm.tasks.importing.common_values import fixed, mapped, plain_value
+from mindspeed_mm.tasks.importing.dataset_file import plain_key, with_dataset_file
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     CONVERSIONS,
@@ -43,18 +46,9 @@ from mindspeed_mm.tasks.importing.recognise import recognise
 from mindspeed_mm.tasks.importing.run_values import validates
 
 _SWIFT_ENVIRONMENT = (
-    "MAX_PIXELS",
-    "MIN_PIXELS",
-    "VIDEO_MAX_PIXELS",
-    "VIDEO_MIN_PIXELS",
-    "FPS",
-    "FPS_MAX_FRAMES",
-    "FPS_MIN_FRAMES",
-    "IMAGE_MAX_TOKEN_NUM",
-    "IMAGE_MIN_TOKEN_NUM",
-    "VIDEO_MAX_TOKEN_NUM",
-    "VIDEO_MIN_TOKEN_NUM",
-)
+    "MAX_PIXELS", "MIN_PIXELS", "VIDEO_MAX_PIXELS", "VIDEO_MIN_PIXELS", "FPS", "FPS_MAX_FRAMES", "FPS_MIN_FRAMES",
+    "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM",
+)  # fmt: skip
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _NO_PATH = re.compile(r"prompt|template|system|caption|token|regex|target|modules|pattern", re.IGNORECASE)
 
@@ -113,12 +107,14 @@ def translate(given: Given) -> Imported:
     tool = recognise(given)
     given = _with_plain_keys(given, tool.name)
     draft = PeerSetup(tool, given)
-    generators.with_dataset_file(draft)
+    with_dataset_file(draft)
+    # before any setting: many conversions ask for the method
     draft.method = method_of(draft)
     _settle_kind(draft)
     for setting in draft.given.settings:
         _translate(draft, setting)
     _add_defaults(draft)
+    # last: it drops what has no effect beside something that another setting wrote
     _finish(draft)
     values = {key: value for key, value in draft.out.items() if key in draft.noted or not _is_default(key, value)}
     # Entries of a list share the finding of their setting.
@@ -141,8 +137,9 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     if tool == "ai-toolkit":
         settings = [replace(each, key=each.key.removeprefix("config.process[].")) for each in settings]
     elif tool in ("kohya", "musubi"):
-        settings = [replace(each, key=generators.plain_key(tool, each.key)) for each in settings]
+        settings = [replace(each, key=plain_key(tool, each.key)) for each in settings]
     elif tool == "ms-swift":
+        # ms-swift reads sizes of pictures from the environment, which a file holds in its section ENV
         of_file = {each.key.removeprefix("ENV."): str(each.value) for each in settings if each.key.startswith("ENV.")}
         environment = {**of_file, **given.environment}
         settings = [each for each in settings if not each.key.startswith("ENV.")]
@@ -190,7 +187,7 @@ def _is_secret(setting: Setting) -> bool:
 def _translate(draft: PeerSetup, setting: Setting) -> None:
     """Say what becomes of a setting; those that ask others wait."""
     row = draft.row(setting.key)
-    told: Outcome | None = None
+    told: Outcome
     if setting.value is None:
         return
     if _is_secret(setting):
@@ -198,14 +195,17 @@ def _translate(draft: PeerSetup, setting: Setting) -> None:
     elif row is None:
         near = did_you_mean(setting.key, words_of(draft.tool.name)).strip()
         told = no(f"it is no setting of {draft.tool.title} that is known. {near}".rstrip(". "))
-    elif (name := shell_value(setting.value)) is not None:
-        told = no(f"write it yourself, for only a shell knows the value of {name}")
-    if told is None and row is not None:
-        if row.how in _LATE:
-            return
-        told = _outcome(draft, row, setting.value)
-    assert told is not None
+    elif row.how in _LATE and shell_value(setting.value) is None:
+        return
+    else:
+        told = _outcome_of_given(draft, row, setting)
     _note_setting(draft, setting, row, told)
+
+
+def _outcome_of_given(draft: PeerSetup, row: PeerRow, setting: Setting) -> Outcome:
+    if (name := shell_value(setting.value)) is not None:
+        return no(f"write it yourself, for only a shell knows the value of {name}")
+    return _outcome(draft, row, setting.value)
 
 
 def _outcome(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
@@ -241,12 +241,17 @@ def _note_setting(draft: PeerSetup, setting: Setting, row: PeerRow | None, outco
         if ".toml:" in setting.where and draft.out.get(key, value) != value and isinstance(value, int | float | str):
             draft.note(key, f"{draft.out[key]} and {value} there, by data set: one for all here")
         draft.put(key, value)
-    note = row.note if row is not None else ""
-    ours = tuple(outcome) or ((row.ours,) if row is not None and row.ours else ())
+    note, ours = "", tuple(outcome)
+    if row is not None:
+        note = row.note
+        if row.ours:
+            ours = ours or (row.ours,)
     draft.findings.append(SettingResult(setting.key, setting.where, "translated", ours, note))
     for key, value in outcome.items():
-        is_plain = key.endswith(f".{setting.key}") or value == setting.key
-        draft.comments.setdefault(key, "" if is_plain else setting.key)
+        comment = setting.key
+        if key.endswith(f".{setting.key}") or value == setting.key:
+            comment = ""  # the line says it already
+        draft.comments.setdefault(key, comment)
 
 
 def _add_defaults(draft: PeerSetup) -> None:
@@ -258,22 +263,18 @@ def _add_defaults(draft: PeerSetup) -> None:
             given = [each for each in draft.given.settings if each.key in row.words and each.value is not None]
             if is_late and given:
                 for each in given:
-                    told = shell_value(each.value)
-                    _note_setting(
-                        draft,
-                        each,
-                        row,
-                        _outcome(draft, row, each.value)
-                        if told is None
-                        else no(f"write it yourself, for only a shell knows the value of {told}"),
-                    )
+                    _note_setting(draft, each, row, _outcome_of_given(draft, row, each))
             elif not given and draft.default_of(row):
                 _add_default(draft, row)
 
 
 def _add_default(draft: PeerSetup, row: PeerRow) -> None:
     text = draft.default_of(row)
-    value = DEFAULTS[text[1:]](draft) if text.startswith("@") else value_of(text)
+    if text.startswith("@"):
+        value = DEFAULTS[text[1:]](draft)
+    else:
+        value = value_of(text)
+    # `towers` adds what is frozen to patterns that another setting has written
     if value is None or (row.ours in draft.out and row.how not in (":towers",)):
         return
     if row.ours is not None and row.ours.startswith(f"{MEDIA}.") and not (draft.sees or draft.tool.is_for_generators):
@@ -302,6 +303,7 @@ def _finish(draft: PeerSetup) -> None:
         _drop(draft, f"{LORA}.dropout", "post-training compares probabilities, which dropout would change")
     micro = int(out.get("training.micro_batch_size", 1))
     if f"{DIFFUSION}.prior_loss_weight" in out and (micro % 2 or draft.tool.name == "diffusers"):
+        # diffusers' --train_batch_size counts pictures of the subject only; a batch here holds both
         draft.put("training.micro_batch_size", 2 * micro, "as many pictures of the class as of the subject")
     if "training.evaluate.patience" in out:
         draft.put("training.evaluate.best_metric", "val_loss")
@@ -331,21 +333,8 @@ def _finish(draft: PeerSetup) -> None:
     if out.get("training.lr_warmup_ratio"):
         draft.put("training.lr_warmup_from_start", True, "their first step has the rate 0")
     _settle_rate(draft)
-    if not validates(draft):
-        for key in (
-            "training.val_interval",
-            "training.val_micro_batch_size",
-            "training.evaluate.patience",
-            f"{BASIC}.val_max_samples",
-        ):
-            _drop(draft, key, "no rows are held out")
-    elif "training.val_interval" not in out:
-        draft.put("training.val_interval", 500, "rows are held out: steps between validations")
-    if not out.get("training.train_iters"):
-        out.pop("training.train_iters", None)
-    elif "training.train_epochs" in out:
-        is_kohya = draft.tool.name in ("kohya", "musubi") and draft.has("max_train_epochs")
-        out.pop("training.train_iters" if is_kohya else "training.train_epochs")
+    _settle_validation(draft)
+    _settle_length(draft)
     if not out.get("training.sampling.prompts") and not out.get("training.sampling.prompts_file"):
         _drop(draft, "training.sampling.", "no prompts are given")
     if is_on(out.get(f"{BASIC}.packing", False)):
@@ -356,12 +345,42 @@ def _finish(draft: PeerSetup) -> None:
         draft.put(MODEL, "models/model", "name the model's folder: the setup does not")
 
 
+def _settle_validation(draft: PeerSetup) -> None:
+    """An interval of validation where rows are held out, and nothing about it where none are."""
+    if not validates(draft):
+        for key in (
+            "training.val_interval",
+            "training.val_micro_batch_size",
+            "training.evaluate.patience",
+            f"{BASIC}.val_max_samples",
+        ):
+            _drop(draft, key, "no rows are held out")
+    elif "training.val_interval" not in draft.out:
+        draft.put("training.val_interval", 500, "rows are held out: steps between validations")
+
+
+def _settle_length(draft: PeerSetup) -> None:
+    """Steps or epochs, not both."""
+    out = draft.out
+    if not out.get("training.train_iters"):
+        out.pop("training.train_iters", None)
+    elif "training.train_epochs" in out:
+        # kohya's and musubi-tuner's epochs win over steps; elsewhere it is the other way round
+        if draft.tool.name in ("kohya", "musubi") and draft.has("max_train_epochs"):
+            out.pop("training.train_iters")
+        else:
+            out.pop("training.train_epochs")
+
+
 def _settle_rate(draft: PeerSetup) -> None:
     """A rate for AdamW where the setup has an optimizer that works its rate out and takes 1."""
     given = " ".join(str(draft.get(word, "")) for word in ("optimizer_type", "optimizer", "optim", "train.optimizer"))
     if found := re.search(r"prodigy|d_?adapt", given, re.IGNORECASE):
         theirs = f"{draft.out.get('training.lr')} there, for {found.group()}, which works its rate out"
-        draft.put("training.lr", 1e-4 if draft.out.get(f"{LORA}.enable") else 1e-5, theirs)
+        rate = 1e-5
+        if draft.out.get(f"{LORA}.enable"):
+            rate = 1e-4
+        draft.put("training.lr", rate, theirs)
 
 
 def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> None:
@@ -374,12 +393,9 @@ def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> No
 
     for key in [key for key in draft.out if is_meant(key)]:
         del draft.out[key]
-    draft.findings = [
-        replace(each, kind="idle", ours=(), note=why)
-        if each.kind == "translated" and each.ours and all(map(is_meant, each.ours))
-        else each
-        for each in draft.findings
-    ]
+    for number, each in enumerate(draft.findings):
+        if each.kind == "translated" and each.ours and all(map(is_meant, each.ours)):
+            draft.findings[number] = replace(each, kind="idle", ours=(), note=why)
 
 
 def _is_default(key: str, value: object) -> bool:
@@ -387,11 +403,14 @@ def _is_default(key: str, value: object) -> bool:
     try:
         ours = value_at(_DEFAULTS, key)
     except LookupError:
-        ours = _OF_CARDS.get(key, False if value is False else None)
+        ours = _OF_CARDS.get(key)
+        if key not in _OF_CARDS and value is False:
+            ours = False
     if isinstance(ours, tuple):
         ours = list(ours)
     if key == "posttrain.dpo.beta":
-        ours = 0.1
+        ours = 0.1  # null there: the default depends on the loss
+    # in Python True == 1, in a YAML they are two values
     return bool(ours == value) and not isinstance(ours, bool) ^ isinstance(value, bool)
 
 

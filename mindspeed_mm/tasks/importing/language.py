@@ -16,6 +16,7 @@ from mindspeed_mm.tasks.importing.draft import (
     LORA,
     Outcome,
     PeerSetup,
+    as_list,
     conversion,
     default_of,
     idle,
@@ -23,7 +24,7 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
     texts,
 )
-from mindspeed_mm.tasks.importing.run_values import processes
+from mindspeed_mm.tasks.importing.row_counts import processes
 
 _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BASIC}.stage": "rm"}, "grpo": {}}
 
@@ -70,14 +71,19 @@ def finetuning(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 
 def _all_but_some_layers(draft: PeerSetup) -> Outcome:
     """LLaMA-Factory's freeze: the last layers are trained, or the first ones where their number is below 0."""
-    prefix = "peft_config." if draft.is_second_program else ""
+    prefix = ""
+    if draft.is_second_program:
+        prefix = "peft_config."
     count = int(draft.get(f"{prefix}freeze_trainable_layers", 2))
     layers = draft.text_facts().get("num_hidden_layers")
     is_all = str(draft.get(f"{prefix}freeze_trainable_modules", "all")) == "all"
+    which = "last" if count > 0 else "first"
     if not is_all or draft.get(f"{prefix}freeze_extra_modules") or draft.sees or not layers or abs(count) >= layers:
-        which = f"the {'last' if count > 0 else 'first'} {abs(count)} layers are trained there"
+        which = f"the {which} {abs(count)} layers are trained there"
         return no(f"{which}: list all else in model.freeze, e.g. model.embed_tokens, model.layers.{{0-9}}, lm_head")
-    frozen = f"0-{layers - count - 1}" if count > 0 else f"{-count}-{layers - 1}"
+    frozen = f"0-{layers - count - 1}"
+    if count <= 0:
+        frozen = f"{-count}-{layers - 1}"
     return {"model.freeze": ["model.embed_tokens", f"model.layers.{{{frozen}}}", "model.norm", "lm_head"]}
 
 
@@ -95,7 +101,9 @@ def adapter(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     word = str(value).lower()
     if word not in ("lora", "qlora"):
         raise draft.refuse(f"{value} is not built", "adapter", "training.lora trains LoRA and DoRA adapters.")
-    return {f"{LORA}.enable": True, **({f"{LORA}.quantize": "nf4"} if word == "qlora" else {})}
+    if word == "qlora":
+        return {f"{LORA}.enable": True, f"{LORA}.quantize": "nf4"}
+    return {f"{LORA}.enable": True}
 
 
 @conversion(":target_linear")
@@ -137,7 +145,9 @@ def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if draft.get("tuner_type", draft.get("train_type")) == "lora_llm" and found is not None:
         # tower and projector are trained whole, whatever else is said of them (tuner_plugin/lora_llm.py)
         tower, bridge = found
-        return {f"{LORA}.modules_to_save": [tower, *([] if bridge.startswith(tower) else [bridge])]}
+        if bridge.startswith(tower):
+            return {f"{LORA}.modules_to_save": [tower]}
+        return {f"{LORA}.modules_to_save": [tower, bridge]}
     if is_lora and vision and projector:
         named = draft.out.get(f"{LORA}.target_modules", [])
         if named and found is not None and not language and "visual" not in found[0]:
@@ -146,21 +156,37 @@ def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return idle("adapters are on the language model alone")
     if found is None:
         return no("mm models NAME prints the towers: list what is not trained in model.freeze")
-    tower, bridge = found
     if is_lora:
-        names = [
-            *([] if vision else [f"{tower}.*"]),
-            *([] if projector or bridge.startswith(tower) else [f"{bridge}.*"]),
-        ]
-        base = [] if language else texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"])
-        if names:
-            return {f"{LORA}.target_modules": [*base, *names]}
+        return _adapted_towers(draft, found, language, vision, projector)
+    return _frozen_towers(found, language, vision, projector)
+
+
+def _adapted_towers(draft: PeerSetup, parts: list[str], language: bool, vision: bool, projector: bool) -> Outcome:
+    """Patterns of adapters for the parts that are not frozen."""
+    tower, bridge = parts
+    names = []
+    if not vision:
+        names.append(f"{tower}.*")
+    if not projector and not bridge.startswith(tower):  # Qwen's merger is a part of its tower
+        names.append(f"{bridge}.*")
+    if not names:
         return {}
+    if not language:
+        names = [*texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"]), *names]
+    return {f"{LORA}.target_modules": names}
+
+
+def _frozen_towers(parts: list[str], language: bool, vision: bool, projector: bool) -> Outcome:
+    """`model.freeze` for the parts that are frozen."""
+    tower, bridge = parts
+    is_inside = bridge.startswith(tower)
     frozen = []
-    if vision:
-        inside = bridge.startswith(tower)
-        frozen += [f"{tower}.blocks", f"{tower}.patch_embed"] if inside and not projector else [tower]
-    if projector and not (vision and bridge.startswith(tower)):
+    if vision and is_inside and not projector:
+        # the whole tower would take the merger with it
+        frozen += [f"{tower}.blocks", f"{tower}.patch_embed"]
+    elif vision:
+        frozen.append(tower)
+    if projector and not (vision and is_inside):
         frozen.append(bridge)
     if language:
         frozen += ["model.language_model", "lm_head"]
@@ -202,7 +228,7 @@ def tower_lr(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def sw_tokens(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """New tokens, or text files of them (ModelArguments._init_new_special_tokens)."""
     tokens: list[str] = []
-    for word in value if isinstance(value, list) else [value]:
+    for word in as_list(value):
         if not str(word).endswith(".txt"):
             tokens.append(str(word))
             continue
@@ -228,8 +254,11 @@ def token_area(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def length_of_swift(draft: PeerSetup) -> int:
     """The longest sample that the model takes, where `max_length` is not given (BaseArguments)."""
     known = draft.text_facts().get("max_position_embeddings")
-    draft.note(f"{BASIC}.cutoff_len", "the model's own limit there" + ("" if known else ": write it here"))
-    return int(known or 32768)
+    if known:
+        draft.note(f"{BASIC}.cutoff_len", "the model's own limit there")
+        return int(known)
+    draft.note(f"{BASIC}.cutoff_len", "the model's own limit there: write it here")
+    return 32768
 
 
 # --- axolotl's pictures -----------------------------------------------------------------------------------------------
@@ -272,10 +301,12 @@ def global_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return idle("gradient_accumulation_steps is given")
     micro = int(draft.get("micro_batch_size", draft.get("per_device_train_batch_size", 1)))
     ranks = processes(draft)
+    # ranks that share a row are no data ranks
     for word in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         ranks = max(1, ranks // int(draft.get(word, 1)))
     key = "training.gradient_accumulation_steps"
-    draft.note(key, f"{value} rows a step there, on {ranks} data rank{'s' if ranks > 1 else ''}")
+    plural = "s" if ranks > 1 else ""
+    draft.note(key, f"{value} rows a step there, on {ranks} data rank{plural}")
     return {key: max(1, math.ceil(int(value) / (micro * ranks)))}
 
 
@@ -301,6 +332,7 @@ def lr_of_swift(draft: PeerSetup) -> float | None:
     """1e-5 for all weights, 1e-4 for adapters (SftArguments)."""
     if draft.has("lr"):
         return None
+    # `megatron sft` trains all weights unless told otherwise
     usual = "full" if draft.is_second_program else "lora"
     if draft.get("tuner_type", draft.get("train_type", usual)) == "full":
         return 1e-5
@@ -318,12 +350,14 @@ def default_rlhf_type(draft: PeerSetup) -> str | None:
 @conversion(":sharding")
 def sharding(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ZeRO and FSDP: FSDP2 shards by default; ZeRO-2 and offload to the host are read from names."""
-    word = " ".join(texts(value) if isinstance(value, list) else [str(value)]).lower()
+    word = " ".join(map(str, as_list(value))).lower()
     found: JsonObject = {}
     if "offload" in word:
         found["parallel.fsdp_plan.cpu_offload"] = True
+    # ZeRO-2 keeps whole parameters between forward and backward
     if re.search(r"z(ero)?_?2|shard_grad_op", word):
         found["parallel.fsdp_plan.reshard_after_forward"] = False
+    # ZeRO-0 is plain data parallelism: each rank holds everything
     if re.search(r"z(ero)?_?0|no_shard", word):
         found["parallel.fully_shard_parallel_size"] = 1
     return found or idle("FSDP2 shards parameters, gradients and optimizer state by default")

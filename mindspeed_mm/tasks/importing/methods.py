@@ -8,6 +8,7 @@ from pathlib import Path
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.other_tools import words_of
 from mindspeed_mm.tasks.importing.draft import Method, PeerSetup, is_on
+from mindspeed_mm.tasks.importing.generator_adapters import script_of
 from mindspeed_mm.tasks.importing.generator_media import process_of
 
 _METHODS: dict[str, Method] = {
@@ -68,6 +69,7 @@ def method_of(draft: PeerSetup) -> Method:
         _check_job(draft)
     if draft.tool.is_for_generators:
         _check_script(draft)
+    # what a file says wins over the command's verb, and both over a guess by other settings
     word, setting = _of_settings(draft) or _of_program(draft) or (_of_options(draft), "")
     if word not in _METHODS:
         raise draft.refuse(f"{word.upper()} is not built", setting or draft.tool.name, _UNBUILT.get(word, _INSTEAD))
@@ -144,7 +146,7 @@ def _check_job(draft: PeerSetup) -> None:
 
 def _check_script(draft: PeerSetup) -> None:
     """Raises `ConfigError` for a script that trains a generator for something that is not built."""
-    stem = Path(draft.given.program[0]).stem if draft.given.program else ""
+    stem = Path(script_of(draft)).stem
     for word in _SCRIPTS:
         if re.search(rf"(^|_){word}(_|$)", stem):
             raise draft.refuse(f"{word} is not built", draft.tool.name, _OF_PICTURES)

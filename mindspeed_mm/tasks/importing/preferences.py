@@ -9,7 +9,17 @@ from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.posttrain_args import PAIR_LOSSES
 from mindspeed_mm.tasks.importing.common_values import key_of
-from mindspeed_mm.tasks.importing.draft import Outcome, PeerSetup, conversion, default_of, idle, is_on, no, texts
+from mindspeed_mm.tasks.importing.draft import (
+    Outcome,
+    PeerSetup,
+    as_list,
+    conversion,
+    default_of,
+    idle,
+    is_on,
+    no,
+    texts,
+)
 
 _GROUP = "posttrain.grpo.num_generations"
 
@@ -67,9 +77,7 @@ _REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_form
 @conversion(":rewards")
 def rewards(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Rewards by name; functions of one's own are registered by a plugin."""
-    prefix = "trl." if row.words[0].startswith("trl.") else ""
-    weights = draft.get(f"{prefix}reward_weights", [])
-    weights = weights if isinstance(weights, list) else [weights]
+    weights = as_list(draft.get(f"{_section_of(row)}reward_weights", []))
     made: list[JsonObject] = []
     for number, name in enumerate(texts(value)):
         entry: JsonObject = {"name": _REWARDS.get(name, name)}
@@ -80,10 +88,17 @@ def rewards(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     return {"posttrain.rewards": made}
 
 
+def _section_of(row: PeerRow) -> str:
+    """axolotl has the settings of TRL in a section."""
+    if row.words[0].startswith("trl."):
+        return "trl."
+    return ""
+
+
 @conversion(":vllm")
 def vllm(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A server that draws; inside the training process our own model draws."""
-    prefix = "trl." if row.words[0].startswith("trl.") else ""
+    prefix = _section_of(row)
     host = draft.get(f"{prefix}vllm_server_host")
     if not is_on(value) or (host is None and not draft.has("vllm_server_base_url")):
         return idle("the trained model draws its own samples; posttrain.rollout.base_url names a server")
@@ -150,6 +165,7 @@ def fit_groups(draft: PeerSetup) -> None:
     key = "training.gradient_accumulation_steps"
     each, group = int(draft.out.get("training.micro_batch_size", 1)), int(draft.out.get(_GROUP, 8))
     count = int(draft.out.get(key, 1))
+    # the smallest multiple of `count` whose rows (each × needed) are whole groups
     needed = count * group // math.gcd(each * count, group)
     if needed != count:
         draft.put(key, needed, f"{count} there; the samples of a prompt stay on one rank here")

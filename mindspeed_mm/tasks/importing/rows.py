@@ -18,16 +18,22 @@ from mindspeed_mm.tasks.importing.draft import (
     MODEL,
     Outcome,
     PeerSetup,
+    as_list,
     conversion,
     data_fetch,
+    dataset_value,
     default_of,
     idle,
     is_on,
     no,
+    only_or_all,
+    path_of,
+    short_entry,
     texts,
 )
 from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import first_row, is_of_trl
+from mindspeed_mm.tasks.importing.row_counts import first_row
+from mindspeed_mm.tasks.importing.run_values import is_of_trl
 
 _HYBRID = re.compile(r"(?i)qwen3-(0\.6|1\.7|4|8|14|32|30|235)b(-a\d+b)?$|qwen3\.[5-9]|glm-4\.[5-7](?!v)|deepseek-v3\.1")
 """Name of a model that thinks or does not, as its prompt says."""
@@ -39,12 +45,12 @@ _REASONING = re.compile(
 @conversion(":lf_dataset")
 def lf_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Names of dataset_info.json, which our reader knows, or files; or a YAML that lists data sets (its version 1)."""
-    names = texts(value) if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
+    names = [str(each) for each in texts_or_entries(value)]
     if len(names) == 1 and names[0].endswith((".yaml", ".yml")):
         return _listed_sets(draft, row, names[0])
     info = _dataset_info(draft)
     entries = [_of_hub(draft, info[name]) if "hf_hub_url" in info.get(name, {}) else name for name in names]
-    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
+    return {key_of(row): dataset_value(entries)}
 
 
 def _dataset_info(draft: PeerSetup) -> JsonObject:
@@ -55,7 +61,9 @@ def _dataset_info(draft: PeerSetup) -> JsonObject:
             found = parse_json((path / "dataset_info.json").read_bytes())
         except (OSError, ValueError):
             continue
-        return {name: each for name, each in found.items() if isinstance(each, dict)} if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            return {}
+        return {name: each for name, each in found.items() if isinstance(each, dict)}
     return {}
 
 
@@ -78,17 +86,20 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
     for title, entry in read_file(path).tree.items():
         if not isinstance(entry, dict) or "path" not in entry:
             raise ConfigError("a data set without a path", where=str(path), key=title, way_out="Write path: FILE.")
-        source = str(entry["path"])
-        is_local = entry.get("source", "hf_hub") != "hf_hub"
-        made: JsonObject = {"path": source if is_local else draft.folder_of(source, "data", data_fetch)}
+        made: JsonObject = {"path": str(entry["path"])}
+        if entry.get("source", "hf_hub") == "hf_hub":
+            made["path"] = draft.folder_of(made["path"], "data", data_fetch)
         if entry.get("size"):
             made["max_samples"] = int(entry["size"])
-        if (weight := float(entry.get("weight") or 1)) != 1:
-            made |= {"repeats": round(weight)} if weight > 1 else {"share": weight}
+        weight = float(entry.get("weight") or 1)
+        if weight > 1:
+            made["repeats"] = round(weight)
+        elif weight != 1:
+            made["share"] = weight
         if str(entry.get("split", "train")) != "train":
             draft.note(key_of(row), f"split: {entry['split']} there: name the files you want")
-        entries.append(made["path"] if len(made) == 1 else made)
-    return {key_of(row): entries[0] if len(entries) == 1 else entries}
+        entries.append(short_entry(made))
+    return {key_of(row): only_or_all(entries)}
 
 
 def texts_or_entries(sets: object) -> list[object]:
@@ -104,14 +115,16 @@ def name_apart(draft: PeerSetup) -> None:
     if not isinstance(entries, list):
         return
     made: list[Any] = []
-    paths = [each["path"] if isinstance(each, dict) else each for each in entries]
+    paths = [path_of(each) for each in entries]
     for number, (path, entry) in enumerate(zip(paths, entries, strict=True)):
         has_name = isinstance(entry, dict) and "name" in entry
         if paths.count(path) == 1 or has_name:
             made.append(entry)
-        else:
-            name = f"{Path(str(path)).name}-{paths[:number].count(path) + 1}"
-            made.append({"path": path, "name": name, **(entry if isinstance(entry, dict) else {})})
+            continue
+        named = {"path": path, "name": f"{Path(path).name}-{paths[:number].count(path) + 1}"}
+        if isinstance(entry, dict):
+            named |= entry
+        made.append(named)
     draft.out[DATASET] = made
 
 
@@ -123,8 +136,12 @@ def media_dir(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     sets = draft.out.get(f"{BASIC}.dataset")
     if not sets:
         return no("name the folder in media_dir of an entry of basic_parameters.dataset")
-    entries = [each if isinstance(each, dict) else {"path": each} for each in texts_or_entries(sets)]
-    return {f"{BASIC}.dataset": [{**each, "media_dir": str(value)} for each in entries]}
+    entries = []
+    for each in texts_or_entries(sets):
+        if not isinstance(each, dict):
+            each = {"path": each}
+        entries.append({**each, "media_dir": str(value)})
+    return {f"{BASIC}.dataset": entries}
 
 
 @conversion(":template")
@@ -208,8 +225,10 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return {}
     key = key_of(row)
     if not draft.has("assistant_only_loss"):
-        hint = "" if columns else "; remove it for rows with a prompt and a completion, template: completion for texts"
-        draft.note(key, f"default of TRL: questions are trained on, too{hint}")
+        hint = "default of TRL: questions are trained on, too"
+        if not columns:  # the rows are not here to be looked at
+            hint += "; remove it for rows with a prompt and a completion, template: completion for texts"
+        draft.note(key, hint)
     return {key: True}
 
 
@@ -225,7 +244,9 @@ def template_of_trl(draft: PeerSetup) -> str | None:
 @default_of("answers_of_trl")
 def answers_of_trl(draft: PeerSetup) -> bool | None:
     """Off for TRL's trainers; transformers' own trains on the labels that it is given."""
-    return False if draft.method == "sft" and is_of_trl(draft) else None
+    if draft.method == "sft" and is_of_trl(draft):
+        return False
+    return None
 
 
 @conversion(":truncation")
@@ -233,7 +254,9 @@ def truncation(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What happens to samples that are too long. Documents that lose their end have no turns to lose instead."""
     word, are_documents = str(value).lower(), draft.method == "pretrain"
     if word in ("delete", "none"):
-        return {f"{BASIC}.truncation": "drop"} if are_documents else {}
+        if are_documents:
+            return {f"{BASIC}.truncation": "drop"}
+        return {}
     if word == "right" and not are_documents:
         return no("tokens are never cut off; basic_parameters.truncation: shrink removes whole turns")
     if word == "left" and are_documents:
@@ -241,7 +264,9 @@ def truncation(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if word == "split" and draft.method in ("dpo", "grpo"):
         return no("only documents are cut into pieces")
     names = {"raise": "error", "left": "shrink", "right": "shrink", "split": "split"}
-    return {f"{BASIC}.truncation": names[word]} if word in names else no("the strategy is not known here")
+    if word in names:
+        return {f"{BASIC}.truncation": names[word]}
+    return no("the strategy is not known here")
 
 
 @conversion(":packing_strategy")
@@ -278,11 +303,9 @@ def hub_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":split")
 def split(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The part of a data set that is trained on."""
-    return (
-        idle("the files of the data set that are trained on are named")
-        if value == "train"
-        else no(f"name the files of the part {value} in basic_parameters.dataset")
-    )
+    if value == "train":
+        return idle("the files of the data set that are trained on are named")
+    return no(f"name the files of the part {value} in basic_parameters.dataset")
 
 
 @conversion(":test_split")
@@ -304,44 +327,20 @@ def trl_mixture(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def sw_dataset(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's names: `HF::owner/name:subset#1000`, or a file."""
     entries: list[object] = []
-    for word in value if isinstance(value, list) else [value]:
+    for word in as_list(value):
         name, _, most = str(word).partition("#")
         name = name.removeprefix("HF::").removeprefix("MS::").removeprefix("hf::").removeprefix("ms::")
+        # the colon of `C:\rows.jsonl` begins no subset
         if not re.match(r"[A-Za-z]:[\\/]", name):
             name, colon, subset = name.partition(":")
             if colon:
                 draft.note(key_of(row), f"the part {subset} there: name its files")
         folder = draft.folder_of(name, "data", data_fetch)
-        entries.append({"path": folder, "max_samples": int(most)} if most.isdigit() else folder)
-    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
-
-
-@conversion(":ax_roles")
-def ax_roles(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """Whose turns are trained on: the model's own; others are marked in the rows."""
-    roles = set(texts(value))
-    if roles and roles <= {"assistant", "gpt", "model", "bot"}:
-        return idle("the model's own turns are trained on, with their end marks")
-    return no("the model's own turns are trained on: train_on_prompt adds all others, weight: 0 takes turns out")
-
-
-@conversion(":ax_ends")
-def ax_ends(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """Whether the end marks of turns are trained on: those of trained turns are."""
-    if str(value).lower() in ("turn", "true"):
-        return idle("the model's own turns are trained on, with their end marks")
-    return no(f"{value}: the end marks of trained turns are trained on, and no others")
-
-
-@conversion(":ax_type")
-def ax_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """How axolotl writes a row: prompts of its own, such as Alpaca's, become the model's chat template."""
-    kinds = {str(each.value) for each in draft.given.settings if each.key == "datasets[].type"}
-    if kinds <= {"alpaca", "alpaca_w_system"} and not draft.has("chat_template"):
-        return {f"{BASIC}.template": "alpaca"}
-    if re.match(r"chat_template|completion|pretrain|input_output", str(value)):
-        return {}
-    return idle("the model's own chat template writes the prompt; basic_parameters.template names another")
+        if most.isdigit():
+            entries.append({"path": folder, "max_samples": int(most)})
+        else:
+            entries.append(folder)
+    return {key_of(row): dataset_value(entries)}
 
 
 _ATTR = "data.dataset_param.attr"
@@ -355,76 +354,12 @@ _OF_SWIFT = {
 @conversion(":sw_columns")
 def sw_columns(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """ms-swift's names of columns: JSON of the data set's name → its own."""
-    named = parse_json(value.encode()) if isinstance(value, str) else value
+    named = value
+    if isinstance(value, str):
+        named = parse_json(value.encode())
     if not isinstance(named, dict) or any(theirs not in _OF_SWIFT for theirs in named.values()):
         return no("name the columns in the section data.dataset_param.attr")
     return {f"{_ATTR}.{_OF_SWIFT[theirs]}": str(name) for name, theirs in named.items()}
-
-
-@conversion(":ax_datasets")
-def ax_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """axolotl's entries, with the columns that they name."""
-    holder = "test_datasets" if row.words[0].startswith("test_") else "datasets"
-    entries = [_ax_entry(draft, entry) for entry in _entries(draft.given.tree.get(holder))]
-    if holder == "datasets" and all(
-        "completion" in str(each.get("type", "")) for each in _entries(draft.given.tree.get(holder))
-    ):
-        draft.put(f"{BASIC}.stage", "pretrain", "type: completion")
-    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
-
-
-@conversion(":ax_pretraining")
-def ax_pretraining(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
-    """axolotl's documents. It streams them; here they are indexed, so that long ones can be cut."""
-    given = draft.given.tree.get("pretraining_dataset")
-    entries = [_ax_entry(draft, entry) for entry in _entries(given)]
-    entries = entries or ([draft.folder_of(str(given), "data", data_fetch)] if isinstance(given, str) else [])
-    return {f"{BASIC}.dataset": entries[0] if len(entries) == 1 else entries, f"{BASIC}.stage": "pretrain"}
-
-
-def _entries(value: object) -> list[JsonObject]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def _ax_entry(draft: PeerSetup, entry: JsonObject) -> object:
-    path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
-    files = entry.get("data_files")
-    if path in ("json", "parquet", "csv", "text") and files:
-        path = str(files[0] if isinstance(files, list) else files)
-    elif isinstance(files, str):
-        path = str(Path(path) / files)
-    cut = re.fullmatch(r"(\w+)\[:(\d+)(%?)\]", str(entry.get("split", "")))
-    made: JsonObject = {"path": path}
-    if cut and not cut[3]:
-        made["max_samples"] = int(cut[2])
-    elif cut and int(cut[2]):
-        made["share"] = int(cut[2]) / 100
-    elif cut or str(entry.get("split", "train")) != "train":
-        draft.note(f"{BASIC}.dataset", f"split: {entry['split']} there: name the files you want, or set max_samples")
-    if attr := _columns(entry):
-        made["attr"] = attr
-    return path if len(made) == 1 else made
-
-
-def _columns(entry: JsonObject) -> dict[str, str]:
-    """Columns and tags of an entry whose names our reader would not find by itself."""
-    mappings = entry.get("message_property_mappings") or {}
-    named = {
-        "messages": entry.get("field_messages"),
-        "role_tag": mappings.get("role", entry.get("message_field_role")),
-        "content_tag": mappings.get("content", entry.get("message_field_content")),
-        "chosen": entry.get("field_chosen"),
-        "rejected": entry.get("field_rejected"),
-        "prompt": entry.get("field_instruction", entry.get("field")),
-        "response": entry.get("field_output"),
-        "query": entry.get("field_input"),
-        "system": entry.get("field_system"),
-    }
-    found_by_name = {
-        "conversations", "messages", "conversation", "from", "value", "role", "content", "chosen", "rejected", "text",
-        "instruction", "output", "input", "system", "prompt", "response", "question", "answer",
-    }  # fmt: skip
-    return {key: str(name) for key, name in named.items() if name and name not in found_by_name}
 
 
 @conversion(":mix_strategy")
@@ -432,11 +367,9 @@ def mix_strategy(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """How several data sets are mixed."""
     if value == "concat":
         return {}
-    return (
-        idle("basic_parameters.mix.weights takes the shares")
-        if draft.has("interleave_probs")
-        else no("write the shares into basic_parameters.mix.weights")
-    )
+    if draft.has("interleave_probs"):
+        return idle("basic_parameters.mix.weights takes the shares")
+    return no("write the shares into basic_parameters.mix.weights")
 
 
 @conversion(":mix_weights")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.json_file import JsonObject, parse_json
@@ -13,7 +12,6 @@ from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
-    DATASET,
     VAL_DATASET,
     Outcome,
     PeerSetup,
@@ -23,6 +21,7 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
     texts,
 )
+from mindspeed_mm.tasks.importing.row_counts import count_rows, steps_of_epoch, total_steps
 
 _SCHEDULES = {
     "linear": "linear",
@@ -36,118 +35,6 @@ _SCHEDULES = {
     "schedulertype.cosine": "cosine",
     "schedulertype.linear": "linear",
 }
-_LENGTH = ("training.train_iters", "training.train_epochs")
-_MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl", ".gif", ".mp4", ".mov", ".avi", ".mkv", ".webm")
-_MOST_ROWS_BYTES = 200_000_000
-"""Of a file whose rows are counted, to turn shares of an epoch into steps."""
-
-
-def count_rows(draft: PeerSetup) -> int | None:
-    """How many rows the setup trains on, where its files are here and small enough to be counted."""
-    entries = draft.out.get(DATASET)
-    names = entries.split(",") if isinstance(entries, str) else entries or []
-    total = 0
-    for entry in names:
-        if draft.tool.is_for_generators and (media := media_in(entry)):
-            total += media
-            continue
-        file = _file_of(draft, entry)
-        if file is None or file.stat().st_size > _MOST_ROWS_BYTES or file.suffix not in (".jsonl", ".json"):
-            return None
-        most = entry.get("max_samples") if isinstance(entry, dict) else draft.out.get(f"{BASIC}.max_samples")
-        rows = _rows_in(file)
-        if rows is None:
-            return None
-        total += min(rows, most) if most else rows
-    return total or None
-
-
-def media_in(entry: object) -> int:
-    """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
-    folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
-    if not folder.is_dir():
-        return 0
-    repeats = int(entry.get("repeats", 1)) if isinstance(entry, dict) else 1
-    total = 0
-    for path in (each for each in folder.rglob("*") if each.suffix.lower() in _MEDIA):
-        of_folder = re.match(r"(\d+)_", path.parent.name) if path.parent != folder else None
-        total += int(of_folder[1]) if of_folder else repeats
-    return total
-
-
-def first_row(draft: PeerSetup) -> JsonObject:
-    """The first row that the setup trains on; empty where its file is not here, or no JSON."""
-    entries = draft.out.get(DATASET)
-    first = entries[0] if isinstance(entries, list) and entries else entries
-    file = _file_of(draft, first)
-    if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
-        file = next(iter(sorted(folder.rglob("*.json*"))), None)
-    if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
-        return {}
-    with file.open("rb") as stream:
-        content = stream.readline() if file.suffix == ".jsonl" else stream.read()
-    try:
-        row = parse_json(content)
-    except ValueError:
-        return {}
-    row = row[0] if isinstance(row, list) and row else row
-    if isinstance(row, dict):
-        return row
-    return {}
-
-
-def _file_of(draft: PeerSetup, entry: object) -> Path | None:
-    """The file of rows that an entry of `dataset` names, where it is here."""
-    name = str(entry["path"] if isinstance(entry, dict) else entry)
-    found = [Path(name), Path(str(draft.out.get(f"{BASIC}.dataset_dir", "data"))) / name]
-    return next((each for each in found if each.is_file()), None)
-
-
-def _rows_in(file: Path) -> int | None:
-    content = file.read_bytes()
-    if file.suffix == ".jsonl":
-        return sum(bool(line.strip()) for line in content.splitlines())
-    try:
-        rows = parse_json(content)
-    except ValueError:
-        return None
-    if isinstance(rows, list):
-        return len(rows)
-    return None
-
-
-def processes(draft: PeerSetup) -> int:
-    """How many processes the setup starts, by its launcher's words; 1 where they do not say."""
-    for word in (
-        draft.given.environment.get("NPROC_PER_NODE"),
-        draft.get("num_processes"),
-        draft.get("nproc_per_node"),
-    ):
-        if word is not None and str(word).isdigit():
-            return int(word)
-    return 1
-
-
-def steps_of_epoch(draft: PeerSetup) -> float | None:
-    """Optimizer steps of an epoch, where the rows can be counted."""
-    rows = count_rows(draft)
-    if rows is None:
-        return None
-    held_out = float(draft.out.get(f"{BASIC}.val_rate", 0) or 0)
-    each = int(draft.out.get("training.micro_batch_size", 1)) * int(
-        draft.out.get("training.gradient_accumulation_steps", 1)
-    )
-    return max(1.0, rows * (1 - held_out) / (each * processes(draft)))
-
-
-def total_steps(draft: PeerSetup) -> float | None:
-    """Optimizer steps of the run, where they are known."""
-    if draft.out.get("training.train_iters"):
-        return float(draft.out["training.train_iters"])
-    epoch = steps_of_epoch(draft)
-    if epoch is None:
-        return None
-    return epoch * float(draft.out.get("training.train_epochs", 1))
 
 
 @conversion(":steps")
@@ -253,6 +140,7 @@ def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return no(f"{value} is not built; {known}")
     if "sgd" in word:
         return no(f"sgd is not built; {known}")
+    # int8 is the smallest type that our optimizer states have
     if re.search(r"8_?bit|4_?bit", word):
         found["training.optimizer_state_dtype"] = "int8"
     elif "paged" in word:
@@ -292,7 +180,9 @@ def every(draft: PeerSetup, key: str, per_epoch: float, told: str) -> Outcome:
     if steps_of_one is not None:
         return {key: max(1, round(steps_of_one / per_epoch))}
     draft.note(key, f"{told} there; the number of rows is not known here")
-    return {key: 500 if key == "training.save_interval" else 100}
+    if key == "training.save_interval":
+        return {key: 500}
+    return {key: 100}
 
 
 @conversion(":per_epoch_save")
@@ -306,7 +196,9 @@ def per_epoch_save(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":every_n_epochs")
 def every_n_epochs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """An interval in steps, from a number of epochs."""
-    count = float(value) if isinstance(value, int | float) and value else 1.0
+    count = 1.0
+    if isinstance(value, int | float) and value:
+        count = float(value)
     return every(draft, key_of(row), 1 / count, f"every {count:g} epochs")
 
 
@@ -352,9 +244,9 @@ def eval_steps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if value >= 1:
         return {"training.val_interval": int(value)}
     total = total_steps(draft)
-    if not value or total is None:
-        if not value:
-            return {}
+    if not value:
+        return {}
+    if total is None:
         return no("a share of the run; write the number of steps into training.val_interval")
     return {"training.val_interval": max(1, round(total * value))}
 

@@ -61,8 +61,9 @@ def _section_lines(section: Mapping[str, object], comments: Mapping[str, str], p
     indent = "  " * level
     for name, value in section.items():
         key = prefix + name
-        comment = comments.get(key, "")
-        behind = f"   {_comment(comment)}" if comment else ""
+        behind = ""
+        if comment := comments.get(key, ""):
+            behind = f"   {_comment(comment)}"
         if isinstance(value, dict) and value and key not in comments:
             lines += [f"{indent}{name}:", *_section_lines(value, comments, f"{key}.", level + 1)]
         elif isinstance(value, list) and value and _is_long(value, indent, name):
@@ -108,8 +109,11 @@ def _number(value: float) -> str:
     text = repr(value)
     if "e" not in text:
         return text
+    # YAML 1.1 readers, such as PyYAML, take 1e-4 for a text: a point and a signed exponent are needed
     mantissa, _, exponent = text.partition("e")
-    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}e{int(exponent):+d}".replace("e+", "e+")
+    if "." not in mantissa:
+        mantissa += ".0"
+    return f"{mantissa}e{int(exponent):+d}"
 
 
 def _result_lines(findings: Sequence[SettingResult]) -> list[str]:
@@ -117,7 +121,10 @@ def _result_lines(findings: Sequence[SettingResult]) -> list[str]:
     by_note: dict[str, list[str]] = {}
     for each in findings:
         place = each.where.rpartition("/")[2]
-        by_note.setdefault(each.note, []).append(f"{each.word} ({place})" if ":" in place else each.word)
+        word = each.word
+        if ":" in place:  # FILE:LINE:COLUMN; a command has no place to name
+            word += f" ({place})"
+        by_note.setdefault(each.note, []).append(word)
     return [_comment(f"  {', '.join(words)}: {note}") for note, words in by_note.items()]
 
 

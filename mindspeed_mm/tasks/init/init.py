@@ -13,13 +13,11 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError, UsageError, count_problems
-from mindspeed_mm.core.json_file import JsonObject, read_json_object
+from mindspeed_mm.core.json_file import JsonMapping, JsonObject, read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, ModelKind
 from mindspeed_mm.core.terminal import quoted, visible
 from mindspeed_mm.fsdp.params.cards import families
-from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
-from mindspeed_mm.fsdp.params.yaml.overrides import parse_override
-from mindspeed_mm.fsdp.params.yaml.tree import plain
+from mindspeed_mm.tasks.init.given_keys import given_keys
 from mindspeed_mm.tasks.init.row_settings import BASIC, RowSetting, row_settings
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.models.first_yaml import (
@@ -60,8 +58,10 @@ class Way:
 
     def __str__(self) -> str:
         told = {"full": "all weights", "lora": "LoRA", "qlora": "LoRA over a base in four bits"}[self.method]
-        again = ", blocks computed again" if self.recompute else ""
-        return f"{told}{again}, {self.rows} row{'s' if self.rows > 1 else ''} a device"
+        if self.recompute:
+            told += ", blocks computed again"
+        plural = "s" if self.rows > 1 else ""
+        return f"{told}, {self.rows} row{plural} a device"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> M
         return peaks[way] <= ROOM * setup.memory
 
     for method in setup.methods():
+        # the way that needs least: one forecast rules the whole method out
         if not fits(Way(method, recompute=True, rows=1)):
             continue
         way = next(way for way in setup.ways(method) if fits(way))
@@ -169,6 +170,11 @@ class _Setup:
         return "stage" in self.settings and self.settings["stage"].value == "rm"
 
     @property
+    def holds_out(self) -> bool:
+        """Whether there are rows enough to leave some out of the training."""
+        return self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
+
+    @property
     def rates(self) -> Mapping[Method, float]:
         """Learning rate of each method."""
         if self.holds_pairs:
@@ -179,7 +185,9 @@ class _Setup:
         """Methods to try, the best one first; generators are adapted, as their users do."""
         if self.request.method != "auto":
             return (self.request.method,)
-        methods: tuple[Method, ...] = ("lora",) if self.kind is GENERATOR else ("full", "lora")
+        methods: tuple[Method, ...] = ("lora",)
+        if self.kind is not GENERATOR:
+            methods = ("full", "lora")
         if self.is_accelerator:
             return (*methods, "qlora")
         return methods
@@ -211,13 +219,9 @@ class _Setup:
             own["posttrain"] = {"method": "dpo"}
         if way.recompute:
             own["features"] = {"recompute": True}
+        dtype = "bf16" if self.is_accelerator else None
         sections = sections_for(
-            self.request.model,
-            data,
-            data if data.is_dir() else data.parent,
-            method=way.method,
-            save=self.save,
-            dtype="bf16" if self.is_accelerator else None,
+            self.request.model, data, _folder_of(data), method=way.method, save=self.save, dtype=dtype
         )
         return merged(sections, own)
 
@@ -228,8 +232,9 @@ class _Setup:
 
     def accumulation(self, way: Way) -> int:
         """Return the number of micro-batches of a step, for about 16 rows on all devices together."""
-        rows = 1 if self.kind is GENERATOR else min(_ROWS_A_STEP, self.rows)
-        return max(1, rows // (way.rows * self.devices))
+        if self.kind is GENERATOR:
+            return 1
+        return max(1, min(_ROWS_A_STEP, self.rows) // (way.rows * self.devices))
 
     def count_rows(self) -> int | None:
         """How many rows are trained on; None where they cannot be opened: the check says why, beside all else."""
@@ -253,21 +258,55 @@ class _Setup:
         given = given_keys(self.request.overrides)
         steps = given.get("training.train_iters") or max(1, self.rows // each)
         interval = max(1, steps // _CHECKS_A_RUN)
-        on = f"on {self.devices} device{'s' if self.devices > 1 else ''}"
+        plural = "s" if self.devices > 1 else ""
+        on = f"on {self.devices} device{plural}"
         lines = [
             editor_line(),
             _comment(f"{self.request.model.name}: {way}, {on}."),
             _comment(f"Check: mm check {out} --nproc {self.devices}      Train: {start}"),
             "model:",
             f"  model_name_or_path: {scalar(self.request.model)}",
-            *([f"  model_id: {self.family}"] if self.family else []),
-            "data:",
-            "  dataset_param:",
-            *([f"    dataset_type: {self.family}"] if self.family else []),
         ]
+        if self.family:
+            lines.append(f"  model_id: {self.family}")
+        lines += self._data_lines(basic)
+        if self.is_accelerator:
+            lines += ["parallel:", "  fsdp_plan: {param_dtype: bf16}"]
+        if way.recompute:
+            lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
+        lines += [
+            "training:",
+            f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
+            f"  micro_batch_size: {way.rows}   # rows of a device at a time",
+            f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
+        ]
+        if not given.get("training.train_iters"):
+            lines.append("  train_epochs: 1")
+        lines += [
+            f"  save: {scalar(self.save)}",
+            f"  save_interval: {interval}   # of about {steps:,} steps",
+        ]
+        if self.holds_out:
+            lines.append(f"  val_interval: {interval}")
+        if way.method != "full":
+            lines.append(f"  lora: {flow(adapters(way.method))}")
+        if self.holds_pairs:
+            lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
+        text = "\n".join(lines) + "\n"
+        if not given:
+            return text
+        return compose(text, {key: flow(value) for key, value in given.items()})
+
+    def _data_lines(self, basic: JsonMapping) -> list[str]:
+        """The section `data`."""
+        lines = ["data:", "  dataset_param:"]
+        if self.family:
+            lines.append(f"    dataset_type: {self.family}")
         if self.kind is GENERATOR:
             sizes = ", ".join(f"{name}: {size}" for name, size in self.sizes.items())
-            told = "larger pictures are scaled down" if "max_pixels" in self.sizes else "as the release has it"
+            told = "as the release has it"
+            if "max_pixels" in self.sizes:
+                told = "larger pictures are scaled down"
             lines += [
                 "    dataset_type: generation",
                 f"    preprocess_parameters: {{{sizes}}}   # {told}",
@@ -279,38 +318,18 @@ class _Setup:
         ]
         for name, setting in self.settings.items():
             lines.append(f"      {name}: {scalar(setting.value)}   # {setting.comment}")
-        holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
-        if holds_out:
+        if self.holds_out:
             lines.append(f"      val_rate: {_HELD_OUT}   # share that is not trained on, for val_loss")
-        if self.is_accelerator:
-            lines += ["parallel:", "  fsdp_plan: {param_dtype: bf16}"]
-        if way.recompute:
-            lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
-        lines += [
-            "training:",
-            f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
-            f"  micro_batch_size: {way.rows}   # rows of a device at a time",
-            f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
-            *([] if given.get("training.train_iters") else ["  train_epochs: 1"]),
-            f"  save: {scalar(self.save)}",
-            f"  save_interval: {interval}   # of about {steps:,} steps",
-        ]
-        if holds_out:
-            lines.append(f"  val_interval: {interval}")
-        if way.method != "full":
-            lines.append(f"  lora: {flow(adapters(way.method))}")
-        if self.holds_pairs:
-            lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
-        text = "\n".join(lines) + "\n"
-        return compose(text, {key: flow(value) for key, value in given.items()}) if given else text
+        return lines
 
     def usual_rates(self, way: Way) -> str:
         """Learning rates that others train with."""
+        of_all_weights, of_adapters = "1e-6 to 2e-5", "5e-5 to 3e-4"
         if self.holds_pairs:
-            return "5e-7 to 5e-6" if way.method == "full" else "5e-6 to 5e-5"
+            of_all_weights, of_adapters = "5e-7 to 5e-6", "5e-6 to 5e-5"
         if way.method == "full":
-            return "1e-6 to 2e-5"
-        return "5e-5 to 3e-4"
+            return of_all_weights
+        return of_adapters
 
     def script(self) -> str:
         """The commands that check and train."""
@@ -328,11 +347,20 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
     from mindspeed_mm.fsdp.utils.device import get_device_type, memory_total_bytes
 
     is_here = get_device_type() != "cpu"
-    devices = request.devices or (torch.accelerator.device_count() if is_here and request.gpu is None else 1)
-    if request.gpu is not None:
-        return devices, int(request.gpu * _GIB), True
+    if request.gpu is not None:  # of another machine
+        return request.devices or 1, int(request.gpu * _GIB), True
     memory = memory_total_bytes()
-    return devices, memory if is_here else memory // devices, is_here
+    if is_here:
+        return request.devices or torch.accelerator.device_count(), memory, True
+    devices = request.devices or 1
+    return devices, memory // devices, False  # processes share the memory of the host
+
+
+def _folder_of(data: Path) -> Path:
+    """Where relative paths of media start: the folder of rows, or the one that their file is in."""
+    if data.is_dir():
+        return data
+    return data.parent
 
 
 def _first_rows(data: Path) -> list[JsonObject]:
@@ -340,8 +368,7 @@ def _first_rows(data: Path) -> list[JsonObject]:
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
 
-    folder = data if data.is_dir() else data.parent
-    basic = BasicParameters.model_construct(dataset=str(data), dataset_dir=str(folder))  # a folder may be called true
+    basic = BasicParameters.model_construct(dataset=str(data), dataset_dir=str(_folder_of(data)))  # may be called true
     try:
         table = open_rows(basic, DatasetAttr())
         return [dict(table.row(number)) for number in range(min(len(table), _ROWS_LOOKED_AT))]
@@ -405,46 +432,3 @@ _OPTIONS = {
 def _comment(text: str) -> str:
     """A line of comment, whatever is in a path."""
     return f"# {visible(text)}".replace("\n", " ")
-
-
-# --- keys that are given ----------------------------------------------------------------------------------------------
-
-_AFTERWARDS = "Leave it out, and change it in the YAML afterwards: mm init chooses it by the forecast of memory."
-_CHOSEN: dict[str, str] = {
-    "model.model_name_or_path": "Give it as --model.",
-    "data.dataset_param.basic_parameters.dataset": "Give it as --data.",
-    "training.micro_batch_size": _AFTERWARDS,
-    "training.gradient_accumulation_steps": _AFTERWARDS,
-    "features.recompute": _AFTERWARDS,
-    "training.lora": "Choose with --method full, lora or qlora, and change the rest in the YAML afterwards.",
-}
-"""Key, or section, that `mm init` sets → what to do instead of giving it."""
-
-
-def given_keys(overrides: Sequence[str]) -> JsonObject:
-    """Dotted key → value of each `section.key=value`; a section is taken apart.
-
-    Raises:
-        ConfigError: A word is no such assignment.
-        UsageError: A key is one that `mm init` chooses itself.
-    """
-    notes, found = Notes(), dict[str, Any]()
-    for word in overrides:
-        node = parse_override(word, notes)
-        if node is not None:
-            found |= dict(_leaves(plain(node), ""))
-    if notes.problems:
-        raise ConfigError("the keys that are given", problems=notes.problems)
-    for key in found:
-        for chosen, way_out in _CHOSEN.items():
-            if key == chosen or key.startswith(f"{chosen}."):
-                raise UsageError("is set by mm init", key=key, way_out=way_out)
-    return found
-
-
-def _leaves(values: object, prefix: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(values, Mapping) or not values:
-        yield prefix, values
-        return
-    for name, value in values.items():
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else name)

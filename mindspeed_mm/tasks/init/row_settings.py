@@ -54,7 +54,9 @@ def row_settings(model: Path, rows: Sequence[Mapping[str, object]]) -> dict[str,
         ConfigError: The folder has no chat template, the row has media, and no built-in format has their placeholders.
     """
     settings: dict[str, RowSetting] = {}
-    row = rows[0] if rows else {}
+    row: Mapping[str, object] = {}
+    if rows:
+        row = rows[0]
     if holds_pairs(row):
         settings["stage"] = RowSetting("rm", "rows with a better and a worse answer")
     elif rows and all(map(_is_document, rows)):

@@ -80,14 +80,19 @@ def find(name: str) -> list[ModelCard]:
         return _in_folder(Path(name))
     wanted = name.lower()
     refuse_planned([wanted.rpartition("/")[2]])
+    # an exact name goes before those that only begin so: `qwen2` is not `qwen2_vl`
     found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
         known: set[str] = set()
         for card in families():
             known |= {card.name, *card.ids, card.title}
+        # `Qwen/Qwen2` is meant as a name on the hub, unless a folder `Qwen` lies here
         is_lost_path = Path(name).parent.is_dir() and "/" in name
+        what = f"no family is called '{name}'"
+        if is_lost_path:
+            what = f"no folder and no family is called '{name}'"
         raise UsageError(
-            f"no folder and no family is called '{name}'" if is_lost_path else f"no family is called '{name}'",
+            what,
             way_out=f"{did_you_mean(name, sorted(known))}`mm models` lists all. A model of transformers that is not "
             "listed trains by its class alone: try `mm check` with its folder.",
         )
@@ -104,11 +109,13 @@ def _akin(name: str) -> list[ModelCard]:
         names = bare_names(card)
         if len(wanted) > 2 and any(each.startswith(wanted) for each in names):
             beginning.append(card)
+        # the longest name wins: `qwen2_5_vl` before `qwen2`
         length = max((len(each) for each in names if size.startswith(each)), default=0)
         if length > longest:
             longest, begun = length, []
         if length == longest:
             begun.append(card)
+    # only names on the hub carry a size and a variant behind the family's name
     if beginning or "/" not in name:
         return beginning
     return begun
@@ -127,6 +134,7 @@ def _in_folder(folder: Path) -> list[ModelCard]:
             continue
         try:
             config = parse_json(path.read_text(encoding="utf-8"))
+            # diffusers names one class, transformers a list
             if "_class_name" in config:
                 classes = [config["_class_name"]]
             else:
@@ -178,7 +186,9 @@ def as_text(cards: Sequence[ModelCard]) -> str:
 def as_card(card: ModelCard) -> str:
     """What a family is, and how somebody begins with it."""
     heading = TASKS[card.task].title
-    names_id = f"model.model_id: {card.ids[0]}, or " if card.ids else ""
+    names_id = ""
+    if card.ids:
+        names_id = f"model.model_id: {card.ids[0]}, or "
     lines = [
         f"{card.title}: {heading[0].lower()}{heading[1:]}",
         f"  class     {card.model_class}",

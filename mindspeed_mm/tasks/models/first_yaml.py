@@ -59,7 +59,9 @@ def sections_for(
 def adapters(method: Method) -> JsonObject:
     """`training.lora` of a method that trains adapters."""
     lora: JsonObject = {"enable": True, "rank": 16, "alpha": 32}
-    return lora | ({"quantize": "nf4"} if method == "qlora" else {})
+    if method == "qlora":
+        lora["quantize"] = "nf4"
+    return lora
 
 
 def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
@@ -70,11 +72,15 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
         method: What is trained; None: all weights, and of a generator adapters, as its users do.
     """
     generates = card is not None and card.generates
-    chosen: Method = method or ("lora" if generates else "full")
-    name = next(iter(card.released)).partition("/")[2] if card is not None else "MODEL"
-    folder = "data"
-    if card is not None and generates:
-        folder = "clips" if card.task == "film" else "pictures"
+    usual: Method = "full"
+    if generates:
+        usual = "lora"
+    chosen = method or usual
+    name, folder = "MODEL", "data"
+    if card is not None:
+        name = next(iter(card.released)).partition("/")[2]
+        if generates:
+            folder = "clips" if card.task == "film" else "pictures"
     rows = f"{folder}/rows.jsonl"
     sections = sections_for(f"models/{name}", rows, folder, method=chosen, save="runs/mine", dtype="bf16")
     if generates:
@@ -105,6 +111,7 @@ def as_yaml(sections: Mapping[str, object]) -> str:
 def _lines(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
     for key, value in mapping.items():
         line = f"{indent}{key}: {flow(value)}"
+        # a long list or text stays on its line: folded, it would be harder to edit
         if len(line) <= _WIDTH or not isinstance(value, Mapping):
             yield line
         else:
@@ -129,6 +136,7 @@ def scalar(value: object) -> str:
     if isinstance(value, float):
         if not 0 < abs(value) < _SMALL:
             return f"{value:g}"
+        # 1e-05 → 1.0e-5: YAML 1.1 wants the point
         digits, exponent = f"{value:e}".split("e")
         return f"{float(digits)}e{int(exponent)}"
     text = str(value)

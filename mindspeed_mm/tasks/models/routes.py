@@ -122,6 +122,7 @@ def find(wish: str) -> Route:
         UsageError: No word is known, or the wish names a family that is not built.
     """
     text = wish.lower()
+    # in order: a phrase sees what earlier ones have put in
     for phrase, word in _PHRASES.items():
         text = re.sub(phrase, word, text)
     words = re.findall(r"[\w.-]+", text)
@@ -131,13 +132,16 @@ def find(wish: str) -> Route:
     for stems, (what, way_out) in _ELSEWHERE.items():
         if _shared(stems, words):
             raise UsageError(what, way_out=way_out)
+    # refused before anything is scored: its task would lead to other families in silence
     named_words = (*words, *map("".join, pairwise(words)))  # Gemma 3 is one name
     refuse_planned(named_words)
     names = set(map(bare, named_words))
     named = [card for card in families() if not names.isdisjoint(bare_names(card))]
     scored: list[tuple[float, Route, Topic]] = []
     for key, task in TASKS.items():
-        score = _shared(task.stems, words) + (_OF_NAMED if cards_of(key, named) else 0)
+        score: float = _shared(task.stems, words)
+        if cards_of(key, named):
+            score += _OF_NAMED
         scored.append((score, _of_task(key, task, named, words), task))
     also: list[Topic] = []
     for topic in ANY_MODEL:
@@ -145,6 +149,7 @@ def find(wish: str) -> Route:
         scored.append((score, Route(topic.title, named, topic.stages, topic.page, topic.note), topic))
         if score:
             also.append(topic)
+    # `max` keeps the first of equals: tasks before topics, each in the order of its table
     best, route, chosen = max(scored, key=lambda each: each[0])
     if not best:
         titles = [each.title.lower() for each in (*TASKS.values(), *ANY_MODEL)]
@@ -154,7 +159,9 @@ def find(wish: str) -> Route:
         )
     others = [other for other in also if other is not chosen]
     recipe = _recipe(chosen, others, words)
-    start = start_of(_first(route.families, named), recipe) if recipe is not None else None
+    start = None
+    if recipe is not None:
+        start = start_of(_first(route.families, named), recipe)
     return replace(route, also=[f"{other.title}: {other.page}" for other in others], start=start)
 
 
@@ -221,9 +228,12 @@ def _of_task(key: str, task: Topic, named: Sequence[ModelCard], words: Sequence[
             doing: list[ModelCard] = []
             others: list[ModelCard] = []
             for card in mine:
-                does_it = name in card.does or aspect.medium in card.modalities
-                (doing if does_it else others).append(card)
+                if name in card.does or aspect.medium in card.modalities:
+                    doing.append(card)
+                else:
+                    others.append(card)
             mine = doing
+            # an aspect with a command of its own leaves only those that can do it; any other puts them first
             if not doing or not aspect.stage:
                 mine = doing + others
     return Route(task.title, mine, stages, task.page, task.note)

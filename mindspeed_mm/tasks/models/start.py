@@ -54,6 +54,7 @@ def start_of(card: ModelCard | None, recipe: YamlRecipe) -> FamilyStart:
 
 
 def _best(needs_gib: Mapping[str, float | None], device_gib: int) -> Method | None:
+    # a method without a forecast is skipped, not taken for one that fits
     for method in _METHODS:
         need = needs_gib.get(method)
         if need is not None and need <= ROOM * device_gib:
@@ -91,7 +92,12 @@ def _examples() -> Mapping[str, tuple[str, bool]]:
             continue
         released = [folder for folder in folders if folder.startswith("models/")]  # or of the teacher
         is_released = bool(released)
-        card = _family_of(released[0].rpartition("/")[2] if released else "", identity[1] if identity else "")
+        folder = model_id = ""
+        if released:
+            folder = released[0].rpartition("/")[2]
+        if identity:
+            model_id = identity[1]
+        card = _family_of(folder, model_id)
         if card is not None:
             found[str(path.relative_to(ROOT))] = (card.name, is_released)
     return found
@@ -102,6 +108,7 @@ def _family_of(folder: str, identity: str) -> ModelCard | None:
     converted to transformers' layout or to bf16, or the part of a release that films a picture."""
     if identity:
         return next((card for card in families() if identity in card.ids), None)
+    # `X` and `X-hf` may be two releases, one of which is built by a class of this package
     name = re.sub(r"-(hf|bf16|i2v)$", "", folder, flags=re.IGNORECASE)
     is_converted = folder.lower().endswith("-hf")
     for card in families():
@@ -119,6 +126,7 @@ def as_lines(start: FamilyStart, card: ModelCard | None) -> list[str]:
     """The start for a terminal, without the table of devices."""
     lines = ["", "  run.yaml: mm check run.yaml, then mm train run.yaml; mm init writes one for your folder and rows"]
     lines += [f"    {line}" for line in start.yaml.split("\n")]
+    # recipes of post-training have rates of their own
     if "lora:" not in start.yaml and "posttrain:" not in start.yaml:
         words = f"lr: {scalar(RATES['lora'])}, lora: {flow(adapters('lora'))}"
         lines.append(f"  LoRA: write {words} in training; QLoRA: add quantize: nf4")
@@ -144,10 +152,15 @@ def as_lines(start: FamilyStart, card: ModelCard | None) -> list[str]:
 def device_lines(start: FamilyStart, card: ModelCard) -> list[str]:
     """The table of released sizes: what one device of each kind trains."""
     width = max(map(len, card.released))
-    heads = "".join(f"  {f'{device} GB':>5}" for device in DEVICES_GIB) if start.fits else ""
+    heads = ""
+    if start.fits:
+        heads = "".join(f"  {f'{device} GB':>5}" for device in DEVICES_GIB)
     lines = [f"  {'released':{width}}  {'size':>7}{heads}"]
     for hub, size in card.released.items():
-        row = f"  {hub:{width}}  {f'{size:g} B' if size is not None else '':>7}"
+        billions = ""
+        if size is not None:
+            billions = f"{size:g} B"
+        row = f"  {hub:{width}}  {billions:>7}"
         for best in start.fits.get(hub, {}).values():
             row += f"  {_METHODS[best] if best else '-':>5}"
         lines.append(row.rstrip())

@@ -59,6 +59,7 @@ def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs
             )
         path = _output(config)
         stored = stored_log_probs(config.arguments, say)
+
         if os.environ.get("RANK", "0") == "0":
             stored.save(path)
     return ReferenceOutcome(str(path), len(stored.log_probs))

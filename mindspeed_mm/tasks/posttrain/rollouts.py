@@ -43,10 +43,14 @@ class RolloutView:
         for group in self.groups:
             shown.append(_short(group[0].prompt))
             for sample in group:
-                reward = "null" if sample.reward is None else f"{sample.reward:.3g}"
-                cut = " (cut)" if sample.truncated else ""
-                told = sample.key if sample.text is None else _short(sample.text)
-                shown.append(f"  {reward:>8} {sample.advantage:>+7.2f}  {told}{cut}")
+                reward, told = "null", sample.key
+                if sample.reward is not None:
+                    reward = f"{sample.reward:.3g}"
+                if sample.text is not None:
+                    told = _short(sample.text)
+                if sample.truncated:
+                    told += " (cut)"
+                shown.append(f"  {reward:>8} {sample.advantage:>+7.2f}  {told}")
         return shown
 
 
@@ -76,8 +80,11 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
                 where=str(rollout_file(folder, number)),
                 way_out="Show another one: --number.",
             )
-    what = "there is no rollout" if number is None else f"there is no rollout {number}"
-    told = f"it has {there[0]} to {there[-1]}" if there else "it has none"
+    what, told = "there is no rollout", "it has none"
+    if number is not None:
+        what += f" {number}"
+    if there:
+        told = f"it has {there[0]} to {there[-1]}"
     raise UsageError(
         f"{what}: {told}",
         where=str(folder),
@@ -106,6 +113,7 @@ def _groups(samples: Sequence[Any]) -> list[list[RolloutSample]]:
                 each.get("truncated", False),
             )
         )
+    # a dict keeps the order in which prompts were trained on
     return [sorted(group, key=lambda sample: -sample.advantage) for group in groups.values()]
 
 

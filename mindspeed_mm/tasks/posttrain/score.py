@@ -31,6 +31,7 @@ _PICTURE = "file"
 _is_scored = first_line_has("score", "scores", beside_others=True)
 _is_histogram = first_line_has("bin_edges", "counts")
 _CLIPS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+# higher than any clip's rate: each frame of it is read
 _EVERY_FRAME_FPS = 1e6
 _AT_A_TIME = 64
 """Rows whose samples are in memory together."""
@@ -90,7 +91,10 @@ def run(request: ScoreRequest, *, say: Callable[[int], None] = lambda _rows: Non
     if histogram is not None and totals:
         scores = ScoreHistogram.of_scores(totals)
         atomic_write_text(histogram, json.dumps({"bin_edges": scores.edges, "counts": scores.counts}) + "\n")
-    means = {name: sum(values) / len(values) if values else None for name, values in found.items()}
+    means: dict[str, float | None] = dict.fromkeys(found)
+    for name, values in found.items():
+        if values:
+            means[name] = sum(values) / len(values)
     return ScoreOutcome(str(out), written, means)
 
 
@@ -152,8 +156,7 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         return
     prompts, samples, rows, places = [], [], [], []
     for each in asked:
-        given = [each.row[name] for name in _PROMPTS if each.row.get(name)]
-        text = given[0] if given else None
+        text = next((each.row[name] for name in _PROMPTS if each.row.get(name)), None)
         if isinstance(text, list) and text:
             text = text[0]
         if not isinstance(text, str):
@@ -166,10 +169,12 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
         places.append(each.place)
     found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
     for each, values in zip(asked, found, strict=True):
-        total, by_name = None, {}
+        total: float | None = None
+        by_name: dict[str, float | None] = {}
         for reward, value in zip(rewards, values, strict=True):
-            by_name[reward.name] = None if math.isnan(value) else value
-            if not math.isnan(value):
+            by_name[reward.name] = None
+            if not math.isnan(value):  # NaN: the reward does not judge this sample
+                by_name[reward.name] = value
                 total = (total or 0.0) + reward.weight * value
         each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
 

@@ -130,6 +130,7 @@ def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
     from matplotlib import rc_context  # a second, and only a report needs it
     from matplotlib.figure import Figure
 
+    # text stays text, in the page's font; the salt makes ids the same in each report
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 8}):
         figure = Figure(figsize=(4.4, 2.3), layout="constrained")
         axes = figure.add_subplot()
@@ -189,6 +190,7 @@ def _dress(axes: Axes, chart: Chart) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     if chart.from_zero:
+        # a curve of zeros would have no height
         axes.set_ylim(bottom=0, top=max(1e-3, axes.get_ylim()[1]))
     axes.set_xlabel("step", color=INK)
     axes.grid(color=GRID, linewidth=0.6)

@@ -66,6 +66,7 @@ def _on_a_set(results: Record, theirs: Record) -> dict[str, PairedTest]:
     if own_shares.keys() != base_shares.keys() or not own_shares:
         return {}
     task_of = {sample["group"]: str(sample["task"]) for sample in results["samples"]}
+    # McNemar's test is about right and wrong alone
     is_graded = not {*own_shares.values(), *base_shares.values()} <= {0.0, 1.0}
     tests = {}
     for task, groups in _by_task(list(own_shares), task_of.__getitem__).items():
@@ -80,8 +81,9 @@ def _by_task(questions: Sequence[T], task_of: Callable[[T], str]) -> dict[str, l
     tasks: dict[str, list[T]] = {}
     for question in questions:
         tasks.setdefault(task_of(question), []).append(question)
-    parts = tasks if len(tasks) > 1 else {}
-    return {**parts, OVERALL: list(questions)}
+    if len(tasks) < 2:
+        tasks = {}
+    return {**tasks, OVERALL: list(questions)}
 
 
 def _told(test: PairedTest) -> Record:
@@ -105,6 +107,7 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[Record]:
     for question in answers[0]:
         if all(question in own for own in answers):
             agreement[question] = _agreement([own[question] for own in answers])
+    # `sorted` is stable: of equal ones the order of the first run
     chosen = sorted(agreement, key=agreement.__getitem__)
     shown = []
     for question in chosen[:MOST_QUESTIONS]:

@@ -73,7 +73,9 @@ def read_run(path: Path) -> ReportedRun:
     # Results of `mm evaluate` count more than the last ones of the training.
     rounds = sorted(folder.evaluation.glob("while_training/iter_*/results.json"))
     own = folder.evaluation / "results.json"
-    evaluation = rounds[-1].parent if rounds and not own.exists() else folder.evaluation
+    evaluation = folder.evaluation
+    if rounds and not own.exists():
+        evaluation = rounds[-1].parent
     return ReportedRun(
         name=path.resolve().name,
         path=path,

@@ -62,7 +62,9 @@ _PAGE, _BODY = "report/report_page.html.j2", "report/report_body.html.j2"
 
 def _render_page(runs: Sequence[ReportedRun]) -> str:
     """One HTML page that needs nothing from outside itself."""
-    subtitle = f"{len(runs)} runs" if len(runs) > 1 else _subtitle(runs[0])
+    subtitle = _subtitle(runs[0])
+    if len(runs) > 1:
+        subtitle = f"{len(runs)} runs"
     title = f"Report: {', '.join(run.name for run in runs)}"
     content = _page_content(runs, map(training_rows, (run.path for run in runs)))
     return page_environment().get_template(_PAGE).render(title=title, subtitle=subtitle, **content)
@@ -163,7 +165,9 @@ def _subtitle(run: ReportedRun) -> str:
 
 
 def _steps(run: ReportedRun) -> str:
-    done = run.steps[-1]["step"] if run.steps else 0
+    done = 0
+    if run.steps:
+        done = run.steps[-1]["step"]
     total = run.facts.get("total_steps")
     if isinstance(total, int) and total != done:
         return f"{done:,} of {total:,}"

@@ -59,6 +59,7 @@ def sample_grid(rounds: Sequence[Round]) -> Record | None:
     numbers = sorted(prompts)[:MOST_PROMPTS]
     columns: list[tuple[int, dict[int, list[Shown]]]] = []
     left_bytes = MOST_BYTES
+    # the newest first: earlier rounds are what is left out when the page is full
     for each in reversed(spread(rounds, MOST_ROUNDS)):
         shown = _pictures(each, numbers)
         for picture in chain.from_iterable(shown.values()):
@@ -127,6 +128,7 @@ def load(name: str, media: MediaLoader) -> Shown:
         frames = (header.frames - 1) // interval + 1
         file.seek(0)
         clip_CTHW = read_clip(file, frames, ClipSampling(frame_interval=interval), np.asarray, name)
+    # (time, height, width, channels)
     images = [Image.fromarray(frame) for frame in clip_CTHW.transpose(1, 2, 3, 0)]
     return _clip(images, interval / header.fps)
 

@@ -44,6 +44,7 @@ class ScoreTable:
 
 def score_tables(runs: Sequence[ReportedRun]) -> list[ScoreTable]:
     """Held-out questions first, then published sets, harnesses and generated samples."""
+    # by title: lines of all runs that have the same measurement stand under one another
     tables: dict[str, ScoreTable] = {}
     for series, run in enumerate(runs, 1):
         for part in _tables_of(run, series):

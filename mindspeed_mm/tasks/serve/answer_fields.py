@@ -145,13 +145,18 @@ def sampling_of(
         log_probs=log_probs,
         grammar=grammar,
     )
+    seed, top_k = fields.seed, fields.top_k
+    if seed == -1:  # vLLM's words for none
+        seed = None
+    if top_k == -1:
+        top_k = 0
     try:
         return Sampling(
             most,
             fields.temperature,
             fields.top_p,
-            None if fields.seed == -1 else fields.seed,
-            0 if fields.top_k == -1 else fields.top_k,
+            seed,
+            top_k,
             fields.min_p,
             fields.repetition_penalty,
             steering=steering,

@@ -164,6 +164,7 @@ def running(engine: str, served: Served, start_s: float = LONGEST_START_S) -> It
             settings = Path(folder) / "settings.yaml"
             settings.write_text(json.dumps(dict(start.settings)), encoding="utf-8")  # JSON is YAML
             words += ["--config", str(settings)]
+        # a session of its own: `end_process` signals the whole group, workers of the engine too
         process = subprocess.Popen(words, env=safe_environment(start.environment), start_new_session=True)
         try:
             _wait_until_ready(start.title, backend, process, start_s)
@@ -174,6 +175,7 @@ def running(engine: str, served: Served, start_s: float = LONGEST_START_S) -> It
 
 def free_port() -> int:
     """A port of this machine that nobody listens at."""
+    # free when it is looked for: another process may still take it before the server does
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 

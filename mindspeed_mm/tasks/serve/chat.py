@@ -264,6 +264,7 @@ class Turn:
 
         def tell(index: int, piece: str | None) -> None:
             if not loop.is_closed():
+                # pieces come from the model's thread; queues of asyncio are not safe between threads
                 loop.call_soon_threadsafe(told.put_nowait, (index, piece))
 
         rows = self.rows(tell)

@@ -105,7 +105,9 @@ class DrawRoutes:
         if fields.size not in (None, "auto"):
             asked["width"], asked["height"] = map(int, str(fields.size).split("x"))
         sampling = self.engine.defaults.model_copy(update={"num_samples": fields.n or 1, **asked})
-        seed = fields.seed if fields.seed not in (None, -1) else int.from_bytes(np.random.bytes(7), "little")
+        seed = fields.seed
+        if seed in (None, -1):
+            seed = int.from_bytes(np.random.bytes(7), "little")  # 56 bits: below the largest seed
         prompt = Prompt(0, fields.prompt, "request", negative_prompt=fields.negative_prompt, seed=seed)
         try:
             jobs = self.engine.jobs(prompt, sampling)

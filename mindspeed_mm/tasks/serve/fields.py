@@ -68,6 +68,7 @@ def refuse_unsupported(fields: RequestFields, table: Mapping[str, tuple[Collecti
 def _refused_field(error: ValidationError | RecursionError, kind: type[BaseModel]) -> RefusedError:
     if isinstance(error, RecursionError):
         return RefusedError(400, "the request is nested too deeply.", code="invalid_json")
+    # without the input: what a client sent is not sent back
     first = error.errors(include_url=False, include_input=False)[0]
     name = ".".join(str(part) for part in first["loc"])[:100]
     if first["type"] == "extra_forbidden":
@@ -99,6 +100,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str,
         raise RefusedError(400, f"the form is broken: {error}"[:200], code="invalid_form") from error
     for given in (fields, files):
         for name, values in given.lists():
+            # a proxy and this server might take different ones of the two
             if len(values) > 1 and not name.endswith("[]"):
                 raise RefusedError(400, f"the form has '{name[:100]}' twice.", param=name[:100], code="invalid_form")
     return dict(fields.items()), {name: file.stream.read() for name, file in files.items()}

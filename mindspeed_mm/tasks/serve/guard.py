@@ -89,6 +89,7 @@ class Guard:
         headers = {name: value for name, value in scope["headers"] if name in _READ}
         self._check_host(headers.get(b"host", b""))
         self._check_origin(headers.get(b"origin"), headers.get(b"host", b""))
+        # the order matters: a foreign page learns nothing about the key
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get(b"authorization", b""))
         if asked := parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
@@ -99,6 +100,7 @@ class Guard:
             await self._app(scope, body.receive, send)
             return
         _check_type(scope["path"], headers.get(b"content-type", b""))
+        # before it counts as running: a slow client takes no place from others
         whole = await body.whole()
         if self.running >= self._limits.max_requests:
             raise self._limits.reached("max_requests", f"{self.running} requests are under way", 429)
@@ -126,6 +128,7 @@ class Guard:
         raise RefusedError(403, message, param="--allow-origin", code="foreign_origin")
 
     def _check_key(self, given: bytes) -> None:
+        # in constant time: how long it takes does not tell how much of the key is right
         if self._key is not None and not hmac.compare_digest(given, self._key):
             raise RefusedError(401, "the key is missing or wrong.", code="invalid_api_key")
 

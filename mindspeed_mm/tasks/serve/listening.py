@@ -28,7 +28,9 @@ def build_server(app: Guard, limits: WireLimits) -> uvicorn.Server:
         log_level="error",
         access_log=False,
         server_header=False,
+        # h11 keeps an unfinished head in memory
         h11_max_incomplete_event_size=_LONGEST_HEADERS_BYTES,
+        # whole seconds, at least one: what runs may take as long as any request
         timeout_graceful_shutdown=max(1, round(limits.max_seconds)),
         http=cast(Any, partial(BoundedProtocol, connections=Connections(limits))),
         loop="asyncio",

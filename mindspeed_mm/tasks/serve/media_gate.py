@@ -77,7 +77,9 @@ class MediaGate:
             return source
         if not isinstance(source, str):
             raise RefusedError(400, "a picture, video or sound has no source.", code="invalid_value")
-        scheme = source[:8].lower().partition(":")[0] if ":" in source[:8] else ""
+        scheme, colon, _ = source[:8].lower().partition(":")
+        if not colon:
+            scheme = ""
         if scheme == "data":
             return self._decoded(source.partition(";base64,")[2])
         if scheme in ("http", "https"):
@@ -90,6 +92,7 @@ class MediaGate:
         return self._file(source)
 
     def _decoded(self, text: str) -> bytes:
+        # four characters of base64 are three bytes: refused before memory is taken for them
         self._limits.check("max_media_mib", len(text) * 3 / 4 / _MIB, f"a medium has {len(text) * 3 // 4:,} bytes")
         try:
             data = base64.b64decode(text, validate=True)

@@ -66,6 +66,7 @@ class Metrics:
         for name, values in sorted(self._histograms.items()):
             yield from _head(name, self._helps[name], "histogram")
             for labels, (*counts, total) in sorted(values.items()):
+                # Prometheus' buckets are cumulative: each counts all times up to its bound
                 so_far = 0.0
                 for bound, count in zip([*map(str, SECONDS), "+Inf"], counts, strict=True):
                     so_far += count

@@ -65,6 +65,7 @@ class PassingRoutes:
         check_fields(form, files)
         self.names.check(form.get("model", ""))
         await to_thread.run_sync(self.gate.admit, [MediaItem("audio", files["file"])])
+        # the form as it came: the sound in it has passed the gate
         return await self._passed("/v1/audio/transcriptions", body, kind)
 
     def _checked(self, body: bytes) -> JsonObject:
@@ -95,6 +96,7 @@ class PassingRoutes:
         counted += media
         self.limits.check("max_media", len(counted), f"the request has {len(counted)} pictures, videos and sounds")
         admitted = iter(self.gate.admit(media))
+        # text and media keep their order
         shown = [part if part["type"] == "text" else self._as_data(next(admitted)) for part in parts]
         return {**message, "content": shown}
 

@@ -79,6 +79,7 @@ def _listen(
     loading: AbstractContextManager[Engine],
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
+    # before the model is loaded: an address that is taken is told at once
     listening = listen(request.host, request.port)
     signal.signal(signal.SIGTERM, _end_loading)
     try:
@@ -125,6 +126,7 @@ def _leading(request: ServeRequest, plan: Path, ranks: Ranks) -> Iterator[Engine
     try:
         yield AnswerEngine(shared.generator, most_rows=request.batch_size, answer=shared.answer)
     finally:
+        # also where the server failed: the other ranks wait in a collective without a limit
         shared.end()
     if shared.failure is not None:
         raise shared.failure
@@ -296,6 +298,7 @@ class SharedModel:
     def _call(self, batch: _Sent | None) -> _Sent | None:
         """What the first rank calls the others to do; None: to end."""
         called: list[Any] = [batch]
+        # on gloo: an NCCL collective that waits would keep the device busy
         dist.broadcast_object_list(called, group=self._calls, group_src=0)
         found: _Sent | None = called[0]
         return found

@@ -83,6 +83,7 @@ class ChatShape:
     def end(self, index: int, row: LiveAnswer) -> list[Choice]:
         """Return deltas of the text held back and of tool calls, and the reason for the end."""
         parts = self._parts[index]
+        # calls are known only at the end: half of one is no valid JSON
         last = _deltas(index, parts.close())
         if parts.calls:
             calls = [{"index": number, **call} for number, call in enumerate(_calls(parts.calls))]
@@ -146,6 +147,7 @@ class TextShape:
             offsets.append(place)
             place += len(token)
         top = [
+            # two tokens may have one text: reversed, so that the likelier one stays
             {self._tokens.text_of(token): max(log_prob, LEAST_LOG_PROB) for token, log_prob in reversed(each.likeliest)}
             for each in said
         ]

@@ -124,7 +124,9 @@ class SpeechRoutes:
         if fields.ref_text is not None and fields.ref_audio is None:
             message = "there is no 'ref_audio' that it could be said in."
             raise RefusedError(400, message, param="ref_text", code="invalid_value")
-        name = None if fields.voice in _NO_NAME else fields.voice
+        name = fields.voice
+        if name in _NO_NAME:
+            name = None
         try:
             sampling = Sampling(most, fields.temperature, fields.top_p, fields.seed, fields.top_k)
             reference = self._reference(fields)

@@ -136,8 +136,10 @@ def len_of_text(value: object) -> int:
         if isinstance(part, str):
             total += len(part)
         elif isinstance(part, dict):
+            # `image_url`, `input_audio`: OpenAI's names of parts
             is_medium = str(part.get("type")).removeprefix("input_").removesuffix("_url") in MEDIA_KINDS
-            waiting += [] if is_medium else list(part.values())
+            if not is_medium:
+                waiting += part.values()
         elif isinstance(part, list):
             waiting += part
     return total
@@ -154,7 +156,9 @@ def _conversation(fields: ChatFields) -> Sample:
         if isinstance(said, dict) and isinstance(said.get("content"), str):
             said = {**said, "content": [{"type": "text", "text": said["content"]}]}
         messages.append(said)
-    tools = None if fields.tool_choice == "none" else fields.tools
+    tools = fields.tools
+    if fields.tool_choice == "none":
+        tools = None
     try:
         sample, _ = question_of({"messages": messages, "tools": tools or None}, RowFormat(), _PLACE, needs_answer=False)
     except DataError as error:
@@ -205,8 +209,9 @@ def read_completion(body: bytes, limits: Limits) -> CompletionCall:
     fields = read_fields(body, CompletionFields)
     refuse_unsupported(fields, _WITHOUT_EFFECT_ON_TEXT)
     given: Any = fields.prompt
-    alone = isinstance(given, str) or isinstance(given[0], int)
-    prompts = tuple(each if isinstance(each, str) else tuple(each) for each in ([given] if alone else given))
+    if isinstance(given, str) or isinstance(given[0], int):  # one text, or the ids of one
+        given = [given]
+    prompts = tuple(each if isinstance(each, str) else tuple(each) for each in given)
     characters = sum(len(each) for each in prompts)
     limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
     count = count_of(fields, limits)

@@ -37,6 +37,7 @@ async def result_of(future: Future[Result], request: Request, give_up: Callable[
         ClientDisconnect: The client is gone.
         RefusedError: The server is ending.
     """
+    # Starlette says that a client is gone only to whoever receives
     gone = asyncio.ensure_future(_until_gone(request))
     wanted = asyncio.wrap_future(future)
     try:

@@ -98,6 +98,7 @@ def build_app(request: UiRequest, access: Access, jobs: Jobs) -> Guard:
 def _board_page() -> str:
     """The page, with its scripts and styles inside: it fetches nothing but what it shows."""
     folder = Path(__file__).parent
+    # inline: the page's policy allows its own scripts by their hashes
     script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return page_environment().get_template(TEMPLATE).render(script=Markup(script), version=__version__)  # our own
 
@@ -247,6 +248,7 @@ def run_path(board: Board, run: str) -> Path:
         RefusedError: No run of this id was listed, or it is gone.
     """
     path = board.path_of(run)
+    # looked at again: the folder may have become a link since it was listed
     if path is None or path.is_symlink() or not path.resolve().is_relative_to(board.root):
         raise RefusedError(404, "this run is not there any more.", param="run", code="run_not_found")
     return path
@@ -282,6 +284,7 @@ async def body_of(request: Request, **kinds: type) -> Record:
     if not isinstance(given, dict) or given.keys() != kinds.keys():
         raise RefusedError(400, f"the request has the fields {', '.join(kinds)}.", code="invalid_fields")
     for name, kind in kinds.items():
+        # `isinstance` would take true for the number 1
         if type(given[name]) is not kind:
             raise RefusedError(400, f"'{name}' has another type.", param=name, code="invalid_value")
     return given

@@ -66,7 +66,8 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
         rows, told = agreeing
         dataset = _part_of(dataset, rows)
         job = replace(job, rows=rows, setup=replace(job.setup, changes=(*job.setup.changes, told)))
-    if not has_one_size(dataset, arguments):
+    # packs and several sizes: not any two samples can share a micro-batch
+    if packs_rows(arguments) or len(set(dataset.sizes or ())) > 1:
         setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
         job = replace(job, setup=setup, one_size=False)
     job = replace(job, unpackable=why_unpackable(dataset, arguments))
@@ -78,11 +79,6 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     engine, chosen = _first_that_runs(job, candidates)
     tell("reference")
     return OneProcess(chosen, _describe(engine, job.full))
-
-
-def has_one_size(dataset: MMDataset, arguments: Arguments) -> bool:
-    """Whether any samples can share a micro-batch."""
-    return not packs_rows(arguments) and len(set(dataset.sizes or ())) <= 1
 
 
 def why_unpackable(dataset: MMDataset, arguments: Arguments) -> str:

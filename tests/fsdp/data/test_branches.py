@@ -121,9 +121,10 @@ def test_b_lengths_are_known_from_headers() -> None:
 def test_b_an_export_names_the_plugin_that_its_folder_lacks() -> None:
     """Without it, `mm infer` would show the exported model pictures that no one padded."""
     words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
-    (note,) = notes_on_media(load_with_plugins(Path("run.yaml"), words).arguments)
+    (note,) = notes_on_media(load_with_plugins(Path("run.yaml"), words).arguments.training.plugin)
     assert note.startswith("its media are prepared by SquarePictures of the plugin my_plugins/square_pictures.py")
-    assert notes_on_media(load_with_plugins(Path("run.yaml"), C_WORDS).arguments) == () == notes_on_media(None)
+    plugins = load_with_plugins(Path("run.yaml"), C_WORDS).arguments.training.plugin
+    assert notes_on_media(plugins) == () == notes_on_media(())
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def by_sample(paths: Sequence[Path], batch_size: int, encode: Any) -> list[torch
         encode: Pictures → (N, F).
     """
     counts: list[int] = []
+    # (frames of a batch, features) each; `counts` is filled while frames are read
     found = [encode(batch).cpu() for batch in _batches(_all_frames(paths, counts), batch_size)]
     return list(torch.cat(found).split(counts))
 

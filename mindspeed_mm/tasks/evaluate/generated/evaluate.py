@@ -261,6 +261,7 @@ def _read_features(path: Path, key: str) -> torch.Tensor:
         if not isinstance(found, np.ndarray):
             with found:
                 (found,) = (found[name] for name in found.files)
+        # "safe": complex numbers and texts are refused
         features_NF = torch.from_numpy(found.astype(np.float64, casting="safe"))
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         what = "is not a file of one array of numbers"

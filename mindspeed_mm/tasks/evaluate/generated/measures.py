@@ -50,6 +50,7 @@ def kernel_distance(a_NF: torch.Tensor, b_NF: torch.Tensor) -> float:
         return (x_NF @ y_MF.T / x_NF.shape[1] + 1) ** 3
 
     def within(x_NF: torch.Tensor) -> torch.Tensor:
+        # without the diagonal: a picture's likeness to itself would bias the estimate
         k_NN, n = kernel(x_NF, x_NF), len(x_NF)
         return (k_NN.sum() - k_NN.trace()) / (n * (n - 1))
 
@@ -74,6 +75,7 @@ def ssim(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float:
     if min(a_CHW.shape[-2:]) < _WINDOW:
         size = f"{a_CHW.shape[-1]}×{a_CHW.shape[-2]}"
         raise ValueError(f"has {size} pixels, smaller than a window of {_WINDOW}×{_WINDOW}")
+    # (channels, 1, height, width): each channel by itself
     a, b = a_CHW.double().unsqueeze(1), b_CHW.double().unsqueeze(1)
     offsets = torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2
     line = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
@@ -106,7 +108,9 @@ def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> 
     """
     if not all(map(math.isfinite, values)):  # JSON has no infinity
         return {"value": None, "n": len(values)}
-    units = np.ones(len(values)) if weights is None else np.array(weights, dtype=float)
+    units = np.ones(len(values))
+    if weights is not None:
+        units = np.array(weights, dtype=float)
     sums = np.array(values) * units
     low, high = bootstrap_interval(sums, units)
     return {"value": float(sums.sum() / units.sum()), "n": len(values), "low": low, "high": high}

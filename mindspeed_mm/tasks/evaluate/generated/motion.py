@@ -129,6 +129,7 @@ class Flow:
         frames_T3HW = F.pad(frames_T3HW / 127.5 - 1, _borders(*frames_T3HW.shape[-2:]), mode="replicate")
         found = []
         for before, after in pairwise(frames_T3HW):
+            # of all iterations the last; (2, height, width): pixels to the right and down
             flow_2HW = self._model(before[None], after[None], num_flow_updates=_ITERATIONS)[-1][0]
             speeds = flow_2HW.norm(dim=0).flatten()
             fastest = speeds.topk(int(len(speeds) * _FASTEST_SHARE)).values

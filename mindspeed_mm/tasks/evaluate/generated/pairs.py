@@ -54,6 +54,7 @@ class Lpips:
         # It prints what it loads, and asks torchvision for the network in a way that is deprecated.
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
+            # pnet_rand: no weights of the trunk are downloaded; they are loaded below
             self._model: Any = lpips.LPIPS(net=self.network, pnet_rand=True)
         self._model.net.load_state_dict({name: state[_published(name)] for name in self._model.net.state_dict()})
         self._model.to(current_device())
@@ -75,6 +76,7 @@ class Lpips:
     def _of_frames(self, a_3HW: torch.Tensor, b_3HW: torch.Tensor) -> float:
         device = current_device()
         a_13HW, b_13HW = a_3HW[None].float().to(device), b_3HW[None].float().to(device)
+        # `normalize`: values are from 0 to 1, and the network takes -1 to 1
         return float(self._model(a_13HW, b_13HW, normalize=True))
 
 

@@ -34,6 +34,7 @@ def find_samples(folder: Path, key: str) -> dict[str, Path]:
     if folder.is_dir():
         for path in sorted(folder.rglob("*")):
             if path.suffix.lower() in endings:
+                # without the ending: a PNG and the JPEG of the same name are a pair
                 found[str(path.relative_to(folder).with_suffix(""))] = path
     if not found:
         what = f"is not a folder with pictures or clips ({', '.join(endings)})"

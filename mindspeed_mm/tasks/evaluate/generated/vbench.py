@@ -160,6 +160,7 @@ def _asked_folder(place: Path, clips: Samples) -> tuple[dict[str, str], Path]:
     folder.mkdir()
     named = {}
     for number, (name, path) in enumerate(clips.items()):
+        # VBench reads prompts out of names; ours are given apart
         link = folder / f"{number:06}{path.suffix.lower()}"
         link.symlink_to(path.resolve())
         named[link.name] = name

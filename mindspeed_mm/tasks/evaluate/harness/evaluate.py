@@ -77,6 +77,7 @@ def run(request: EvaluateRequest) -> HarnessResult:
         call = harness.call(
             package, HarnessCall(model, tasks_asked, files, request.max_new_tokens, request.harness_options)
         )
+        # results of earlier runs may be in the same folder
         before = snapshot(files, harness.results)
         code = package.run(call)
     tasks = harness.read(_read_newest(files, harness.results, before))

@@ -72,6 +72,7 @@ class Folder:
 
     def words(self, key_file: Path) -> list[str]:
         """Of the command that serves it."""
+        # port 0: the system chooses, and --json tells which
         words = ["serve", str(self.model), "--port", "0", "--name", NAME, "--json"]
         words += ["--key-file", str(key_file), "--batch-size", str(self.batch_size), "--nproc", str(self.nproc)]
         for option, value in (("--lora", self.lora), ("--config", self.config), ("--plan", self.plan)):
