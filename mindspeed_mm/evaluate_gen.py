@@ -50,7 +50,7 @@ def evaluate() -> None:
         settings: JsonObject = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
         settings = {name: value for name, value in settings.items() if name not in ("prompts", "prompts_file")}
         settings |= {"num_samples": extra.get("samples_per_prompt", _SAMPLES)}
-        model, transformer = generator_of(translated.arguments)
+        model, transformer = generator_of(translated.arguments.model, translated.arguments.training)
         texts = tuple(prompt.text for prompt in prompts)
         request = generate.GenerateRequest(prompts=texts, settings=settings, transformer=transformer)
         outcome = generate.run(model, drawn, request)

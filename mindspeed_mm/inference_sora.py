@@ -9,7 +9,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import ModelArguments, TrainingArguments
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
@@ -25,7 +25,7 @@ def draw() -> None:
     args = parse_args()
     translated = translate(args, for_training=False)
     section = JsonSection(translated.model_json)
-    model, transformer = generator_of(translated.arguments)
+    model, transformer = generator_of(translated.arguments.model, translated.arguments.training)
     given = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
     prompts = section.get("prompt") if isinstance(section.get("prompt"), list) else given.pop("prompts", ())
     file = given.pop("prompts_file", None)
@@ -43,13 +43,13 @@ def draw() -> None:
         say(outcome.sentence())
 
 
-def generator_of(arguments: Arguments) -> tuple[Path, Path | None]:
+def generator_of(model_args: ModelArguments, training: TrainingArguments) -> tuple[Path, Path | None]:
     """Folder of the model, and that of its transformer where `--load` names weights apart from it.
 
     Raises:
         ConfigError: There is no model.
     """
-    load, model = arguments.training.load, arguments.model.model_name_or_path
+    load, model = training.load, model_args.model_name_or_path
     transformer = None
     if load is not None and model is not None and not (Path(load) / GENERATOR_INDEX).is_file():
         transformer = weights_folder_of_load(load)

@@ -45,17 +45,22 @@ from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import whole_cross_entropy
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, ModelArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def build_language_objective(
-    arguments: Arguments, model: nn.Module, head: HeadLoss | None, token_groups: Callable[[], Sequence[ProcessGroup]]
+    model_args: ModelArguments,
+    features: FeatureArguments,
+    model: nn.Module,
+    head: HeadLoss | None,
+    token_groups: Callable[[], Sequence[ProcessGroup]],
 ) -> Objective:
     """The objective of a model that is not a generator.
 
     Args:
-        arguments: The whole configuration.
+        model_args: Depths of multi-token prediction, and their weight.
+        features: The loss, and its term for routers.
         model: Under any plan.
         head: The loss of its output head, if it has one.
         token_groups: Says which groups of ranks statistics of routers are summed over.
@@ -66,7 +71,7 @@ def build_language_objective(
     """
     if scores_videos(model):
         return RewardPairObjective(model)
-    loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
+    loss_cfg = features.loss_cfg
     objective: Objective = build_objective(loss_cfg.loss_type, model, head)
     if model_args.mtp_num_layers:
         watch = facts_of(model).multi_token

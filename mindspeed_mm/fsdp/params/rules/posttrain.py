@@ -51,7 +51,8 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
     if needs_reference(posttrain):
         yield from _of_the_reference(arguments)
     if posttrain.method == "dpo":
-        yield from _of_pairs(arguments)
+        yield from _of_pairs_of_media(arguments)
+        yield from _of_pairs(posttrain.dpo)
     elif posttrain.method == "dmd":
         yield from distillation_problems(arguments)
     else:
@@ -264,9 +265,7 @@ def _of_a_moving_reference(training: TrainingArguments, posttrain: PosttrainArgu
         )
 
 
-def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
-    yield from _of_pairs_of_media(arguments)
-    dpo = arguments.posttrain.dpo
+def _of_pairs(dpo: DpoArguments) -> Iterator[Problem]:
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(dpo.loss_type):
         yield Problem(
             f"has {len(dpo.loss_weights)} weights for {len(dpo.loss_type)} losses",
