@@ -125,6 +125,7 @@ class WithCodePredictor:
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As the objective does; counts the codes."""
+        # (frames, codebooks); the first one is what the objective trains, and what is below 0 is no code.
         codes = int((batch["codec_ids"][..., 1:] >= 0).sum())
         return self._objective.prepare(batch, training=training) | {_CODES: codes}
 
@@ -139,6 +140,7 @@ class WithCodePredictor:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's, and factor × the sum over codes."""
         seen: list[Any] = []
+        # The cross-entropy calls the model and takes its logits; its other outputs are caught here.
         hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             terms = self._objective.terms(model, batch)
@@ -225,6 +227,7 @@ class WithMultiToken:
 def further(batch: Batch, depth: int) -> Batch:
     """A collated batch with the labels (and their weights) of `depth` tokens further on, within each document."""
     labels_BL = batch["shift_labels"]
+    # A label further on may be of the next document, which a token says nothing of.
     inside_BL = _documents(batch)[:, depth:] == _documents(batch)[:, :-depth]
     shifted = torch.full_like(labels_BL, IGNORED_LABEL)
     shifted[:, :-depth] = torch.where(inside_BL, labels_BL[:, depth:], IGNORED_LABEL)
@@ -240,6 +243,7 @@ def _documents(batch: Batch) -> torch.Tensor:
     borders = batch.get("cu_seq_lens_q")
     if borders is None:
         return torch.zeros(1, length, dtype=torch.long)
+    # Borders are 0, the end of the first document, …: the token at one belongs to the next document.
     return torch.searchsorted(borders[1:].contiguous(), torch.arange(length, dtype=borders.dtype), right=True)[None]
 
 
@@ -318,5 +322,6 @@ def _with_tokens(model: Any, ids_BL: torch.Tensor, pixels: torch.Tensor) -> torc
 
 def _fill_targets(targets_n: torch.Tensor, rows_n: torch.Tensor, ids_BL: torch.Tensor, placeholder: int) -> None:
     """In place: a row's target is the token behind it. Who computes the loss holds this very tensor."""
+    # The last place of a row gets the first token of the next one; it has no label.
     following_T = ids_BL.flatten().roll(-1)
     targets_n.copy_(torch.where(targets_n == placeholder, following_T.index_select(0, rows_n), targets_n))
