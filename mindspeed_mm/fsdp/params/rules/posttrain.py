@@ -288,6 +288,7 @@ def _of_pairs(dpo: DpoArguments) -> Iterator[Problem]:
         )
     for name in dict.fromkeys(key for facts in PAIR_LOSSES.values() for key in facts.reads):
         losses = sorted(loss for loss, facts in PAIR_LOSSES.items() if name in facts.reads)
+        # A setting that no chosen loss reads would do nothing, and nobody would notice.
         if dpo[name] != type(dpo).model_fields[name].default and set(losses).isdisjoint(dpo.loss_type):
             yield Problem(
                 f"{dpo[name]:g} has no effect on {', '.join(dpo.loss_type)}",
@@ -412,6 +413,7 @@ def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
             key=f"{_KEY}.flow.guidance_scale",
             way_out="Set it to 1, or posttrain.method: grpo.",
         )
+    # The last step ends without noise and draws none.
     random_steps = flow.num_inference_steps - 1
     if flow.window.size is not None and flow.window.size > random_steps:
         yield Problem(
