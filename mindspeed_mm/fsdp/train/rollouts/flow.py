@@ -394,7 +394,8 @@ def build_flow_rollouts(
         return move(batch, job.device)
 
     reference = generator_reference(arguments, assembled, job.device)
-    average, old = assembled.average, nullcontext
+    average = assembled.average
+    old: Switch = nullcontext
     if isinstance(average, OldPolicy) and not isinstance(average, MovingReference):
         old = average.applied
     return FlowRollouts(
