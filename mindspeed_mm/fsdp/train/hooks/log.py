@@ -343,7 +343,8 @@ class SummaryHook(Hook):
         if best is not None and best[0] != steps[-1]:
             told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
         self._note(f"run    {self._save}, {told}")
-        run, trial = quoted(self._save), ""
+        run = quoted(self._save)
+        trial = ""
         if self._trial_options:
             trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; "
         self._note(f"next   {trial}mm report {run}")
