@@ -88,8 +88,9 @@ def load_part(arguments: Arguments, weights: Path | None = None) -> ModelPart:
     for parameter in outline.model.parameters():
         parameter.requires_grad_(False)
     set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))  # no master weights
-    applied = apply_plan(outline, replace(resolved, head=None), arguments, state)
-    fill(applied, arguments, device, weights=weights, load_weights=True)
+    applied = apply_plan(outline, replace(resolved, head=None), arguments.model, arguments.features, state)
+    sections = arguments.model, arguments.training, arguments.parallel
+    fill(applied, *sections, device, weights=weights, load_weights=True)
     return ModelPart(applied.model.eval(), outline, state)
 
 

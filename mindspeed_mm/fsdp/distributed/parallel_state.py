@@ -120,7 +120,7 @@ class ParallelState:
     @property
     def random_rank(self) -> int:
         """Which random numbers this rank draws: ranks along tp hold the same activations and draw the same."""
-        return dist.get_rank() // self.sizes.tp
+        return dist.get_rank() // self.sizes.tp  # tp is the innermost axis: its ranks are neighbours
 
     def token_groups(self) -> list[dist.ProcessGroup]:
         """Groups of the ranks that hold different tokens of one micro-batch: sums over each in turn are over all."""
@@ -229,6 +229,7 @@ def job_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -
     key = (id(dist.group.WORLD), device_type, shape, names)
     if key not in _meshes:
         ranks = torch.arange(dist.get_world_size()).view(shape)
+        # One row for each group of the axis: its ranks last, all other axes flattened in front of them.
         groups = [_axis_group(ranks.movedim(place, -1).flatten(0, -2), name) for place, name in enumerate(names)]
         _meshes[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
     return _meshes[key]
@@ -242,7 +243,11 @@ def _axis_group(ranks_by_group: torch.Tensor, name: str) -> dist.ProcessGroup:
         name: Of the axis.
     """
     rows: list[list[int]] = ranks_by_group.tolist()
-    use = "alone" if len(rows[0]) == 1 else "samples" if name in _SAMPLE_AXES else name
+    use = name
+    if len(rows[0]) == 1:
+        use = "alone"
+    elif name in _SAMPLE_AXES:
+        use = "samples"
     key = (id(dist.group.WORLD), use, tuple(map(tuple, rows)))
     if key not in _groups:
         _groups[key] = _make_group(rows, name)
@@ -257,6 +262,7 @@ def _make_group(rows: list[list[int]], name: str) -> dist.ProcessGroup:
         return world
     description = f"mesh_{name}"
     if world.bound_device_id is not None and get_device_type() != "cpu":
+        # A backend bound to its device makes the parts of a group out of it, without meeting anew.
         own = dist.split_group(split_ranks=rows, group_desc=description)
     elif len(rows[0]) == 1:
         own = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=description)

@@ -38,6 +38,7 @@ class WithCodeHeads:
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As the objective does; counts the labels of each codebook."""
+        # (places, codebooks) → labels of each codebook.
         counts = (batch["code_targets"] != IGNORED_LABEL).sum(dim=0).tolist()
         return self._objective.prepare(batch, training=training) | {_COUNTS: counts}
 
@@ -53,6 +54,7 @@ class WithCodeHeads:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's and the codebooks' sums, times the share of a head."""
         seen: list[Any] = []
+        # The cross-entropy calls the model and takes its logits; its other outputs are caught here.
         hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             terms = self._objective.terms(model, batch)

@@ -105,6 +105,7 @@ class WithDenoisedPictures:
             time = self._time(int(seed)) if drawn else 0.0
             if drawn:
                 noise_mC = noise_of(derive_seed(int(seed), "noise"), latents_mC.shape).to(self._exact_dtype)
+                # The velocity, of latents that have no noise yet.
                 targets.append(noise_mC - latents_mC)
                 latents_mC = (1 - time) * latents_mC + time * noise_mC
             tokens.append(latents_mC)
@@ -114,11 +115,11 @@ class WithDenoisedPictures:
         prepared = prepared | {
             "latent_tokens": torch.cat(tokens),
             "latent_times": torch.cat(times),
-            "_velocities": torch.cat(targets) if targets else tokens[0].new_zeros(0, self._sizes.latent_features),
+            "_velocities": torch.cat([tokens[0].new_zeros(0, self._sizes.latent_features), *targets]),
         }
-        return (
-            prepared if stand_beside_words(self._sizes) else prepared | self._places(batch, grids, torch.cat(is_drawn))
-        )
+        if stand_beside_words(self._sizes):
+            return prepared
+        return prepared | self._places(batch, grids, torch.cat(is_drawn))
 
     def _places(
         self, batch: Batch, grids: Sequence[tuple[int, int]], is_drawn_M: torch.Tensor
@@ -151,6 +152,7 @@ class WithDenoisedPictures:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's sums, and that of squared errors, each times its weight."""
         seen: list[Any] = []
+        # The cross-entropy calls the model and takes its logits; its other outputs are caught here.
         hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             terms = self._objective.terms(model, batch)
@@ -160,7 +162,9 @@ class WithDenoisedPictures:
         predicted = output_of(seen[-1], "velocities")
         exact = torch.promote_types(predicted.dtype, torch.float32)
         targets = batch.get("_velocities")
-        error = predicted.to(exact) if targets is None else predicted.to(exact) - targets.to(exact)
+        error = predicted.to(exact)
+        if targets is not None:
+            error = error - targets.to(exact)
         return terms | {self.term: self._picture_weight * error.square().sum()}
 
     def describe(self) -> str:

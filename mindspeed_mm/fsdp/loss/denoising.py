@@ -149,14 +149,17 @@ class DenoisingObjective:
         noisy, targets = {}, {}
         for key in self._keys(batch):
             latents, noise = batch[key].to(exact), batch[noise_key(key)].to(exact)
+            # (B, 1, …), for the broadcast over latents.
             time_of_each = time.reshape(-1, *[1] * (latents.dim() - 1))
             noisy[key] = self._path.mix(latents, noise, time_of_each)
             targets[key] = self._path.target(latents, noise, time_of_each)
+        # Latents that the model is given, such as a first frame, are shown clean and have no loss.
         given = self._adapter.given_latents(batch)
         if given is not None:
             noisy[LATENTS] = torch.where(given, batch[LATENTS].to(exact), noisy[LATENTS])
         predicted = self._denoise.predict(model, noisy, time, batch)
         squares = {key: (predicted[key] - targets[key]).square() for key in targets}
+        # One mean over the numbers of pictures and sound together, not a mean of each.
         if self._adapter.latents_are_one:
             squares = {LATENTS: torch.cat([each.flatten(1) for each in squares.values()], dim=1)}
         errors = torch.zeros_like(batch["_weights"])
@@ -197,6 +200,7 @@ class DenoisingObjective:
         low, high = self._arguments.sigma_range or (0.0, 1.0)
         for _ in range(_MOST_DRAWS):
             shifted = shift_sigma(draw_level(density, self._arguments, random), shift)
+            # 0..1 → least..1.
             sigma = least + (1 - least) * shifted
             if low <= sigma <= high:
                 return self._path.time(sigma)

@@ -53,6 +53,7 @@ class WithDrawnPictures:
         if is_drawn_N is None:
             return prepared
         places_T = (batch["input_ids"] == self._placeholder).flatten().nonzero().squeeze(1)
+        # (pictures, codes of one): each picture has as many places.
         places_M = places_T.view(len(is_drawn_N), -1)[is_drawn_N].flatten()
         weights = is_code_BL.double()
         if "loss_weights" in batch:
@@ -74,12 +75,14 @@ class WithDrawnPictures:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's sums, and that over codes."""
         seen: list[Any] = []
+        # The cross-entropy calls the model and takes its logits; its other outputs are caught here.
         hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             terms = self._objective.terms(model, batch)
         finally:
             hook.remove()
         if _WEIGHTS not in batch:
+            # Ranks sum their terms over one list of names: this one may not be missing.
             return terms | {self.term: terms[self._objective.term].new_zeros(())}
         logits_MV, targets_M = output_of(seen[-1], "code_logits"), output_of(seen[-1], "code_targets")
         return terms | {self.term: whole_cross_entropy(logits_MV, targets_M, batch[_WEIGHTS]).loss}

@@ -106,6 +106,7 @@ class FlowPolicyObjective(RewardObjective):
             ratio = policy_ratio(batch["_sample"], density, old)
         loss = clipped_loss(ratio, advantage, self._arguments.clip_range)
         if self._arguments.ratio_norm:
+            # Levels fall, so that delta < 0. A long step would otherwise weigh more than a short one.
             loss = loss / -step.delta
         self._watch("clip_share", clipped_share(ratio, advantage, self._arguments.clip_range))
         self._watch("ratio_gap", ratio.log().abs())
@@ -151,6 +152,7 @@ class NftObjective(RewardObjective):
         v = self._denoise(model, noisy, time, batch)
         good = probability_of_good(used_advantages(batch["_advantages"], self._arguments.adv_mode), self._most)
         losses = nft_loss(v, batch["_old"], noisy, latents, time, good, self._arguments.beta)
+        # With this factor the gradient is that of the advantage, whatever `most` and β are.
         terms = {self.term: losses.sum() * (self._most / self._arguments.beta)}
         self._watch("old_gap", (v - batch["_old"]).abs())
         if self.needs_reference:

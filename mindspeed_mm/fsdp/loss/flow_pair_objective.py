@@ -76,6 +76,7 @@ class ScoreHistogram:
         edges = tuple(low + width * number for number in range(_BINS + 1))
         counts = [0.0] * _BINS
         for score in scores:
+            # The highest score lies on the last border.
             counts[min(int((score - low) / width), _BINS - 1)] += 1
         return cls(edges, tuple(counts))
 
@@ -241,6 +242,7 @@ class FlowPairObjective:
         weights = torch.ones(len(batch["sample_ids"]), dtype=batch["_weights"].dtype)
         if self._histogram is not None:
             weights = torch.tensor(pair_weights(self._histogram, batch, self._dpo), dtype=batch["_weights"].dtype)
+        # Rows behind the pairs only fill the batch up.
         weights[real_rows(batch) :] = 0
         return batch | {"_pair_weights": weights}
 

@@ -38,6 +38,7 @@ def labels_per_sample(batch: Batch) -> torch.Tensor:
     borders = batch.get("cu_seq_lens_q")
     if borders is None:
         return is_label_BL.sum(dim=1)
+    # (L + 1,) labels in front of each place; between two borders lies one document.
     before = torch.cat([borders.new_zeros(1, dtype=torch.long), is_label_BL[0].cumsum(0)])
     return before.index_select(0, borders.long()).diff()
 

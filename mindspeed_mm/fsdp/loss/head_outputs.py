@@ -75,6 +75,7 @@ class RecordingTensor(torch.Tensor):
         if not args or not isinstance(args[0], RecordingTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # The result of an operation on elements is the tensor itself, with one step more.
         own, *operands = args
         known = _step_of(func, tuple(operands), kwargs)
         if known is not None:

@@ -45,17 +45,22 @@ from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import whole_cross_entropy
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, ModelArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def build_language_objective(
-    arguments: Arguments, model: nn.Module, head: HeadLoss | None, token_groups: Callable[[], Sequence[ProcessGroup]]
+    model_args: ModelArguments,
+    features: FeatureArguments,
+    model: nn.Module,
+    head: HeadLoss | None,
+    token_groups: Callable[[], Sequence[ProcessGroup]],
 ) -> Objective:
     """The objective of a model that is not a generator.
 
     Args:
-        arguments: The whole configuration.
+        model_args: Depths of multi-token prediction, and their weight.
+        features: The loss, and its term for routers.
         model: Under any plan.
         head: The loss of its output head, if it has one.
         token_groups: Says which groups of ranks statistics of routers are summed over.
@@ -66,7 +71,7 @@ def build_language_objective(
     """
     if scores_videos(model):
         return RewardPairObjective(model)
-    loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
+    loss_cfg = features.loss_cfg
     objective: Objective = build_objective(loss_cfg.loss_type, model, head)
     if model_args.mtp_num_layers:
         watch = facts_of(model).multi_token
@@ -120,6 +125,7 @@ class WithCodePredictor:
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As the objective does; counts the codes."""
+        # (frames, codebooks); the first one is what the objective trains, and what is below 0 is no code.
         codes = int((batch["codec_ids"][..., 1:] >= 0).sum())
         return self._objective.prepare(batch, training=training) | {_CODES: codes}
 
@@ -134,6 +140,7 @@ class WithCodePredictor:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's, and factor × the sum over codes."""
         seen: list[Any] = []
+        # The cross-entropy calls the model and takes its logits; its other outputs are caught here.
         hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             terms = self._objective.terms(model, batch)
@@ -220,6 +227,7 @@ class WithMultiToken:
 def further(batch: Batch, depth: int) -> Batch:
     """A collated batch with the labels (and their weights) of `depth` tokens further on, within each document."""
     labels_BL = batch["shift_labels"]
+    # A label further on may be of the next document, which a token says nothing of.
     inside_BL = _documents(batch)[:, depth:] == _documents(batch)[:, :-depth]
     shifted = torch.full_like(labels_BL, IGNORED_LABEL)
     shifted[:, :-depth] = torch.where(inside_BL, labels_BL[:, depth:], IGNORED_LABEL)
@@ -235,6 +243,7 @@ def _documents(batch: Batch) -> torch.Tensor:
     borders = batch.get("cu_seq_lens_q")
     if borders is None:
         return torch.zeros(1, length, dtype=torch.long)
+    # Borders are 0, the end of the first document, …: the token at one belongs to the next document.
     return torch.searchsorted(borders[1:].contiguous(), torch.arange(length, dtype=borders.dtype), right=True)[None]
 
 
@@ -313,5 +322,6 @@ def _with_tokens(model: Any, ids_BL: torch.Tensor, pixels: torch.Tensor) -> torc
 
 def _fill_targets(targets_n: torch.Tensor, rows_n: torch.Tensor, ids_BL: torch.Tensor, placeholder: int) -> None:
     """In place: a row's target is the token behind it. Who computes the loss holds this very tensor."""
+    # The last place of a row gets the first token of the next one; it has no label.
     following_T = ids_BL.flatten().roll(-1)
     targets_n.copy_(torch.where(targets_n == placeholder, following_T.index_select(0, rows_n), targets_n))

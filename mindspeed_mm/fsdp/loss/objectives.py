@@ -167,8 +167,9 @@ class TokenCrossEntropy:
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the labelled tokens of this micro-batch."""
-        labels = None if "mm_context" in batch else batch.get("shift_labels")  # in a share, rows are numbered anew
-        labelled = None if labels is None else labels.shape
+        labelled = None
+        if "mm_context" not in batch and "shift_labels" in batch:  # in a share, rows are numbered anew
+            labelled = batch["shift_labels"].shape
         rows, targets, weights = batch["_rows"], batch["_targets"], batch.get("_weights")
         sums = self._head.of_model(model, self._inputs(batch), rows, targets, weights, labelled=labelled)
         return dict(zip(self._terms(), sums, strict=False))
@@ -224,6 +225,7 @@ class ModelLoss:
         if weight == 0 and "labels" in batch:
             batch = batch | {"labels": _with_one_label(batch["labels"])}
         if self._per_micro_batch and training:
+            # 1, or 0 where nothing is labelled.
             return batch | {"_weight": min(weight, 1), "_items": weight, MICRO_BATCHES: _is_filled(batch)}
         return batch | {"_weight": weight, "_items": weight}
 
@@ -240,6 +242,7 @@ class ModelLoss:
         """The model's own loss, times the weight."""
         inputs, weight = self._inputs(batch), batch["_weight"]
         if self._tells_count:
+            # The model divides by it.
             inputs["num_items_in_batch"] = max(batch["_items"], 1)
         loss = output_of(model(**inputs), "loss")
         return {self.term: loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight}

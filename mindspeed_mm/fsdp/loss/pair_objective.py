@@ -138,8 +138,10 @@ class PairObjective:
         prepared = self._media.repeat(batch) | {
             "_rows": rows,
             "_targets": labels.reshape(-1).index_select(0, rows),
+            # Of 2B answers, the one whose row a label stands in.
             "_segment": rows // labels.shape[1],
             "_tokens": counts,
+            # Not those that only fill up, nor those that lost all of an answer's labels when it was cut.
             "_counts": ((chosen > 0) & (rejected > 0)).double(),
         }
         if self._ld_alpha is not None:
@@ -222,6 +224,7 @@ class PairObjective:
             total = total + weight * PAIR_LOSS[name](pair, self._beta, self._dpo)
         margins = self._beta * pair.margin.detach()
         if reference is None:
+            # What needs no reference (SimPO, ORPO) compares means over tokens.
             margins = self._beta * pair.mean_margin.detach()
         found = {
             self.term: (total * counts).sum(),
@@ -241,6 +244,7 @@ class PairObjective:
         share = batch.get(CONTEXT_KEY)
         if share is None:
             return sums
+        # Differentiable, since each rank has some tokens of an answer.
         return dist_nn.all_reduce(sums, group=share.groups.everyone)  # type: ignore[no-untyped-call, no-any-return]
 
     def _whole(self, batch: Batch, log_probs: Tensor, sums: Tensor) -> Tensor:
@@ -261,6 +265,7 @@ def _tail_weights(labels: Tensor, counts: Tensor, alpha: float) -> Tensor:
     equation 11), else 1."""
     is_label = labels != IGNORED_LABEL
     shared = torch.minimum(*counts.chunk(2)).repeat(2)
+    # Of each label in its own answer, from 1.
     place = is_label.cumsum(dim=1)[is_label]
     weights = torch.ones(len(place), dtype=torch.float64)
     return weights.masked_fill(place > shared.repeat_interleave(counts), alpha)

@@ -122,6 +122,7 @@ class PolicyObjective:
         )
         sums = policy_sums(self.rule, policy)
         if torch.is_grad_enabled():
+            # Of samples of the very same weights: how far the sampler computes other probabilities.
             gap = log_probs.new_zeros(())
             if batch["_fresh"]:
                 gap = (log_probs.detach() - sampled).abs().sum()
@@ -169,7 +170,9 @@ class PolicyObjective:
         sums["tokens"] = torch.tensor(float(len(log_probs)))
         for name, value in sums.items():
             value = value.detach()
-            self._seen[name] = self._seen[name] + value if name in self._seen else value
+            if name in self._seen:
+                value = self._seen[name] + value
+            self._seen[name] = value
 
 
 # --- the sums ---------------------------------------------------------------------------------------------------------
@@ -323,6 +326,7 @@ def _surrogate(
     bounded = ratio
     if rule.delta is not None:
         bounded = ratio.clamp(max=rule.delta)
+    # There the clipped product is the smaller one, which has no gradient.
     low = (bounded < 1 - rule.epsilon) & (advantages < 0)
     high = (bounded > 1 + rule.upper) & (advantages > 0)
     return -torch.min(bounded * advantages, within * advantages), low | high
@@ -394,6 +398,7 @@ def group_advantages(
             values_A = values_A / (spread_G.repeat_interleave(group_size) + EPSILON)
         elif scale == "batch":
             values_A = values_A / (_std(sums_A, dim=0) + EPSILON)
+    # Equal rewards may differ in their last bits.
     flat = spread_G.nan_to_num(0.0) < 1e-8
     return Advantages(values_A.nan_to_num(0.0), sums_A, float(flat.double().mean()))
 
@@ -403,4 +408,5 @@ def _std(numbers: torch.Tensor, dim: int) -> torch.Tensor:
     known = ~numbers.isnan()
     count = known.sum(dim=dim)
     squares = (numbers - numbers.nanmean(dim=dim, keepdim=True)).square()
+    # One number by itself deviates by 0.
     return (squares.nansum(dim=dim) / (count - 1).clamp(min=1)).sqrt().where(count > 0, float("nan"))

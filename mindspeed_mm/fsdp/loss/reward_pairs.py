@@ -104,6 +104,7 @@ class RewardPairObjective:
         rewards = model(**self._inputs(batch)).rewards
         first, second = rewards.to(wide_dtype(rewards.dtype)).chunk(2)
         d, choices, known = first - second, batch["_choices"], batch["_known"]
+        # A choice that is not known may be any number; it is multiplied by 0.
         losses = REWARD_LOSSES[self._name](d, choices.clamp(-1, 1)) * known
         won = (d * choices * (known & (choices != 0))).detach()
         return {

@@ -241,6 +241,7 @@ def sum_routers(logits: Sequence[torch.Tensor], choices: Sequence[int], real_T: 
         real_T: Which tokens are not padding; all when None.
     """
     experts = logits[0].shape[-1]
+    # Behind the choices of each expert: rows, layers.
     sums_E, counts = 0.0, torch.zeros(experts + 2, dtype=torch.float64, device=logits[0].device)
     for layer, chosen in zip(logits, choices, strict=True):
         layer_TE = layer.reshape(-1, experts)
@@ -248,6 +249,7 @@ def sum_routers(logits: Sequence[torch.Tensor], choices: Sequence[int], real_T: 
         probabilities_TE = layer_TE.softmax(dim=-1, dtype=wide)
         real_T1 = torch.ones_like(probabilities_TE[:, :1]) if real_T is None else real_T[:, None].to(wide)
         sums_E = sums_E + (probabilities_TE * real_T1).sum(dim=0)
+        # Choices have no gradient: only the probabilities are differentiated.
         best_TK = probabilities_TE.detach().topk(chosen, dim=-1).indices
         picked_TE = torch.zeros_like(probabilities_TE).scatter(1, best_TK, 1.0) * real_T1
         counts[:-2] += picked_TE.detach().sum(dim=0, dtype=torch.float64)

@@ -76,6 +76,7 @@ class Slices:
         nothing else."""
         if not self.is_dynamic:
             return self.rows
+        # Rounded up twice: as few slices as may be, then as even ones as may be.
         slices = max(1, -(-rows // self.rows))
         return max(1, -(-rows // slices))
 
@@ -201,6 +202,7 @@ class LigerKernel:
         if not plan.z_loss_coef:
             return LossSums(found, torch.zeros_like(found))
         z_loss = found.z_loss.detach().to(found.loss.dtype)
+        # Liger adds the z-loss to its loss.
         return LossSums(found.loss - z_loss, z_loss)
 
     def describe(self) -> str:

@@ -42,6 +42,7 @@ def places_of_name() -> dict[str, list[str]]:
     """Last part of a key → the dotted keys that end so."""
     places: dict[str, list[str]] = {}
     for key, _ in walk_fields():
+        # They are those of the training data once more.
         if not key.startswith("data.val_dataset_param."):
             places.setdefault(key.rpartition(".")[2], []).append(key)
     return places

@@ -157,6 +157,7 @@ _LARGEST = 2**63 - 1
 def _whole(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    # A bool is an int to Python.
     if isinstance(value, bool) or not isinstance(value, int):
         raise fault(f"{show(value)} is not a whole number")
     if abs(value) > _LARGEST:
@@ -179,6 +180,7 @@ def _number(value: object) -> object:
 
 
 def _path(value: object) -> object:
+    # Who writes `no` means to switch it off; as a path it would name a folder.
     if isinstance(value, str) and value.lower() in _TRUE_WORDS | _FALSE_WORDS | {""}:
         raise fault(f"{show(value)} is not a path. Leave the key out, or write null, to switch it off")
     return value

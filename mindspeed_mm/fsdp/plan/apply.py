@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, ModelArguments, ParallelArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
@@ -48,13 +48,16 @@ class AppliedPlan:
     """How layers are spread over ranks; `model` is then this rank's part."""
 
 
-def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: ParallelState) -> AppliedPlan:
+def apply_plan(
+    outline: Outline, plan: ModelPlan, model_args: ModelArguments, feature_args: FeatureArguments, state: ParallelState
+) -> AppliedPlan:
     """Do to a model what the plan says, in place. Every rank calls it.
 
     Args:
         outline: The model, whole; its values, if it has any, are kept.
         plan: Resolved for it.
-        arguments: The configuration that it was resolved from.
+        model_args: The `model` section that it was resolved from.
+        feature_args: The `features` section that it was resolved from.
         state: The groups of the job.
     """
     model, parallel = outline.model, plan.parallel
@@ -70,7 +73,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         towers = IdleTowers(model, plan.idle)
 
     axes = ParallelApplier(parallel.section, plan=parallel, pipeline=pipeline)
-    features = FeaturesApplier(arguments.features, model_args=arguments.model, plan=plan.features)
+    features = FeaturesApplier(feature_args, model_args=model_args, plan=plan.features)
     axes.pre_fully_shard_apply(model)
     if head is not None:
         head.vocabulary = split_vocabulary(model)
@@ -86,13 +89,22 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
 
 
 def fill(
-    applied: AppliedPlan, arguments: Arguments, device: torch.device, *, weights: Path | None, load_weights: bool
+    applied: AppliedPlan,
+    model_args: ModelArguments,
+    training: TrainingArguments,
+    parallel: ParallelArguments,
+    device: torch.device,
+    *,
+    weights: Path | None,
+    load_weights: bool,
 ) -> LoadReport:
     """Give a sharded model its values.
 
     Args:
         applied: The model.
-        arguments: The whole configuration.
+        model_args: Name the folder of its weights.
+        training: Adapters, the seed, and what a folder may lack.
+        parallel: Whether parameters stay on the host.
         device: Where it computes.
         weights: Folder of weights other than `model.model_name_or_path` (`training.load` with a Hugging Face folder).
         load_weights: False leaves the parameters without values: a checkpoint will fill them.
@@ -100,9 +112,9 @@ def fill(
     Raises:
         ModelFolderError: Weights are missing, left over or of another shape.
     """
-    training, model = arguments.training, applied.model
+    model = applied.model
     parameter_device = device
-    if arguments.parallel.fsdp_plan.cpu_offload:
+    if parallel.fsdp_plan.cpu_offload:
         parameter_device = torch.device("cpu")
     if not load_weights and not training.lora.enable:  # a checkpoint of adapters holds nothing else
         materialize(model, parameter_device, device)
@@ -110,7 +122,7 @@ def fill(
     else:
         loaded = ModelHub.load_weights(
             model,
-            arguments.model,
+            model_args,
             folder=weights,
             seed=training.seed,
             device=parameter_device,

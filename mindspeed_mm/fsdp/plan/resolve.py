@@ -93,13 +93,16 @@ def resolve_plan(
         speed=speed_facts(arguments, trains=trains),
     )
     copies = errors.attempt(balance_copies, arguments.features, arguments.parallel)
+    on_host: tuple[str, ...] = ()
+    if features is not None:
+        on_host = tuple(frozen_weights(model, features.waiting))
     layout = ModelLayout(
         spec.shard_modules,
         spec.tie_groups,
         outline.towers,
         gathers_logits=is_models_own(arguments.features.loss_cfg.loss_type, has_head=bool(spec.head)),
         expert_copies=copies or 0,
-        on_host=tuple(frozen_weights(model, features.waiting)) if features is not None else (),
+        on_host=on_host,
     )
     parallel = errors.attempt(resolve_parallel_plan, model, arguments.parallel, sizes, layout, ranks_known=ranks_known)
     groups: GroupPlan | None = GroupPlan({})
@@ -113,8 +116,10 @@ def resolve_plan(
             errors.attempt(_check_state_rows, model, arguments.training, parallel)
     errors.raise_all(HEADLINE)
     assert parallel is not None and features is not None and groups is not None
-    # A rank on its own need not agree with others about media.
-    idle = IdlePlan(tuple(spec.towers), tuple(spec.media_without_towers) if sizes.dp > 1 else ())
+    must_agree: tuple[str, ...] = ()
+    if sizes.dp > 1:  # a rank on its own need not agree with others about media
+        must_agree = tuple(spec.media_without_towers)
+    idle = IdlePlan(tuple(spec.towers), must_agree)
     if idle.must_agree:
         parallel = replace(parallel, warnings=(*parallel.warnings, _must_agree(model, idle.must_agree)))
     numbers = 0

@@ -21,12 +21,15 @@ def speed_facts(arguments: Arguments, machine: Machine | None = None, *, trains:
         machine: Where it runs; None: this one.
         trains: False for a model that is only compared with.
     """
+    keeps_blocks = "the model is compared with, not trained"
+    if trains:
+        keeps_blocks = _keeps_blocks(arguments)
     return SpeedFacts(
         machine or Machine.here(),
         run_length(arguments.model, arguments.training).steps,
         keeps_rounding=_keeps_rounding(arguments.parallel),
         compiles_nothing=_compiles_nothing(arguments.training, arguments.posttrain),
-        keeps_blocks=_keeps_blocks(arguments) if trains else "the model is compared with, not trained",
+        keeps_blocks=keeps_blocks,
     )
 
 
@@ -39,8 +42,12 @@ def describe_choices(model: nn.Module, features: FeaturePlan) -> list[str]:
         features: Resolved for it.
     """
     fused = facts_of(model).noted(FusedKernels)
-    lines = [f"fused kernels: {fused}"] if fused is not None else []
-    compiled = f"{len(features.compiled)} by {features.compiler}" if features.compiled else str(features.compiler)
+    lines = []
+    if fused is not None:
+        lines.append(f"fused kernels: {fused}")
+    compiled = str(features.compiler)
+    if features.compiled:
+        compiled = f"{len(features.compiled)} by {compiled}"
     return [*lines, f"compiled blocks: {compiled}"]
 
 

@@ -184,4 +184,5 @@ def _on_black(picture: Image.Image, side: int) -> torch.Tensor:
     square = Image.new("RGB", (side, side))
     square.paste(picture, ((side - width) // 2, (side - height) // 2))
     pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(side, side, 3)
+    # (side, side, 3) bytes → (3, side, side), brought to CLIP's mean 0 and deviation 1.
     return (pixels.permute(2, 0, 1) / 255 - torch.tensor(_MEAN).view(3, 1, 1)) / torch.tensor(_STD).view(3, 1, 1)

@@ -166,6 +166,7 @@ class HttpReward:
             if not isinstance(scores, list) or len(scores) != len(samples):
                 raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
             for score in scores:
+                # NaN lies in no range and is refused, too.
                 if isinstance(score, bool) or not (
                     score is None or (isinstance(score, int | float) and abs(score) <= MOST_REWARD)
                 ):

@@ -58,6 +58,7 @@ def read_open_clip(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping):
         for name, tensor in content.items():
             if isinstance(tensor, torch.Tensor) and not str(name).endswith(_NO_WEIGHTS):
+                # Saved from inside torch's DistributedDataParallel.
                 found[str(name).removeprefix("module.")] = tensor
     if "visual.proj" not in found or "text_projection" not in found:
         raise ModelFolderError(
@@ -82,6 +83,7 @@ def clip_from_open_clip(weights: Weights, end_id: int) -> CLIPModel:
 
     vision_width, _, patch, _ = weights["visual.conv1.weight"].shape
     text_width, projection = weights["text_projection"].shape
+    # Places are those of the patches and one of the class token.
     side = round((weights["visual.positional_embedding"].shape[0] - 1) ** 0.5)
     common = {"hidden_act": "gelu", "projection_dim": projection}
     text = _tower(weights, "", text_width) | common
@@ -109,7 +111,9 @@ def transformers_names(weights: Weights) -> dict[str, torch.Tensor]:
     for name, tensor in weights.items():
         block = _BLOCK.fullmatch(name)
         if block is None:
-            found[_OUTSIDE[name]] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
+            if name in _TRANSPOSED:
+                tensor = tensor.t().contiguous()
+            found[_OUTSIDE[name]] = tensor
             continue
         tower = "vision_model" if block[1] else "text_model"
         start = f"{tower}.encoder.layers.{block[2]}"

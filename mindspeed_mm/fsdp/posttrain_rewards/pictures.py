@@ -48,5 +48,7 @@ def frames_of(completion: object, most: int | None = None) -> list[Any]:
     """A picture alone, or frames of a clip: at most so many, the middles of equal parts."""
     if not isinstance(completion, list | tuple):
         return [completion]
-    taken = len(completion) if most is None else min(len(completion), most)
+    taken = len(completion)
+    if most is not None:
+        taken = min(taken, most)
     return [completion[int((place + 0.5) * len(completion) / taken)] for place in range(taken)]

@@ -144,6 +144,7 @@ class Reward:
         found |= {"prompts": judged.prompts, "completions": judged.completions, "completion_ids": judged.completion_ids}
         settings = judge.keywords.keys() if isinstance(judge, partial) else ()
         named, takes_all = _keywords(judge), _takes_any_keyword(judge)
+        # Settings are bound already: a column of that name may not take their place.
         columns = {name: each for name, each in found.items() if name not in settings and (takes_all or name in named)}
         if missing := [name for name in _needed(judge) if name not in columns]:
             raise self._wrong(

@@ -39,6 +39,7 @@ def number(
 
     def agrees(text: str, truth: str) -> bool:
         said, right = _last_number(text), _last_number(truth)
+        # Relative, and near 0 absolute.
         return said is not None and right is not None and abs(said - right) <= tolerance * max(1.0, abs(right))
 
     return _against_solutions("number", completions, rows, agrees)

@@ -191,11 +191,11 @@ class VideoAlignReward(VideoScorer):
             raise DataError("the sample is a picture", key=KEY, way_out=way_out)
         rate, wanted = rate_of(completion) or self._fps, self._questions.preprocess.video_fps
         if rate is None:
-            what, way_out = (
+            raise ConfigError(
                 "is needed: clips do not say how fast they are shown",
-                "Set the rate that clips are made for.",
+                key=f"{_SETTINGS}.fps",
+                way_out="Set the rate that clips are made for.",
             )
-            raise ConfigError(what, key=f"{_SETTINGS}.fps", way_out=way_out)
         assert wanted is not None
         numbers = frame_numbers(len(completion), rate, wanted)
         return [_as_png(completion[number]) for number in numbers]

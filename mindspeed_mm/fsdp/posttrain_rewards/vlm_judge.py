@@ -87,8 +87,10 @@ class VlmJudge:
                 return None
             raise
         number = _NUMBER.search(answer)
-        value = float(number[0]) / self._most if number else None
-        if value is not None and value <= 1:
+        if number is None:
+            return None
+        value = float(number[0]) / self._most
+        if value <= 1:
             return value
         return None
 

@@ -21,6 +21,7 @@ def union(begins: Times, ends: Times) -> Intervals:
     if not len(begins):
         return NONE
     order = np.argsort(begins, kind="stable")
+    # How far all that has begun reaches: what begins later starts an interval of its own.
     begins, reached = begins[order], np.maximum.accumulate(ends[order])
     starts = np.concatenate(([True], begins[1:] > reached[:-1]))
     firsts = np.flatnonzero(starts)
@@ -43,6 +44,7 @@ def minus(one: Intervals, other: Intervals) -> Intervals:
     """The moments of `one` that are not in `other`."""
     if not len(one) or not len(other):
         return one
+    # The gaps of `other`, and what lies before and behind all of it.
     outside = np.column_stack((np.concatenate(([-np.inf], other[:, 1])), np.concatenate((other[:, 0], [np.inf]))))
     return common(one, outside)
 

@@ -128,6 +128,7 @@ class MemoryTracker(TorchDispatchMode):
         self._block = 1 if self._device_type == "cpu" else _ACCELERATOR_BLOCK_BYTES
         self._walk = ModuleWalk(model, self._read_allocator)
         self._highest_allocated: dict[tuple[str, str], int] = {}
+        # By the address of torch's storage, which views of a tensor share.
         self._live: dict[int, _Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._optimizing = False
@@ -363,6 +364,7 @@ def with_parents(highest: Mapping[tuple[str, str], int]) -> dict[str, dict[str, 
         while outer:
             of_module = peaks.setdefault(outer, {})
             of_module[direction] = max(of_module.get(direction, 0), size)
-            # A name in brackets is not that of a module, and has no parents.
-            outer = "" if name.startswith("(") else outer.rpartition(".")[0]
+            if name.startswith("("):  # not the name of a module: nothing is around it
+                break
+            outer = outer.rpartition(".")[0]
     return peaks

@@ -56,6 +56,7 @@ def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[object]:
         names.append(device.upper())
     if device == torch._C._get_privateuse1_backend_name():
         names.append("PrivateUse1")
+    # A device has one activity, whichever of the names it goes by.
     known = (setting_of(module.ProfilerActivity, object, name) for name in names)
     return [activity for activity in known if activity is not None][: 1 + with_cpu]
 
@@ -170,6 +171,7 @@ class Recorder:
         handler = module.tensorboard_trace_handler(
             str(self._folder), worker_name=f"rank{self._rank}", analyse_flag=settings.analyse_flag
         )
+        # What comes before the window warms up; where nothing does, recording begins at once.
         wait = max(0, window.first - next_step)
         active = window.end - max(window.first, next_step)
         schedule = module.schedule(wait=0, warmup=wait, active=active, repeat=1, skip_first=0)

@@ -343,6 +343,7 @@ def _count_modules(columns: TraceColumns, nesting: Nesting, window: Intervals, t
     events, seconds, givers = _work_events(columns, nesting)
     inside = (intervals.locate(window, columns.begin[events]) >= 0) & (givers >= 0)
     numbers = nesting.module[givers[inside]]
+    # -1, of no module, becomes 0: `bincount` takes nothing below.
     sums = np.bincount(numbers + 1, weights=seconds[inside], minlength=len(nesting.modules) + 1)
     for number, module in enumerate(nesting.modules):
         if sums[number + 1]:

@@ -120,7 +120,8 @@ class _Reading:
         name = str(event.get("name", ""))
         kind = _kind(name, category)
         details = event.get("args")
-        details = details if isinstance(details, dict) else {}
+        if not isinstance(details, dict):
+            details = {}
         self.begin.append(float(event["ts"]))
         self.length.append(float(event.get("dur", 0)))
         self.kind.append(kind)
@@ -284,6 +285,7 @@ class TraceFile:
 
     def _events(self, file: IO[str]) -> Iterator[JsonObject]:
         self._find_list(file)
+        # Names in traces may hold control characters, which strict JSON forbids.
         decode = json.JSONDecoder(strict=False).raw_decode
         while True:
             self._skip_gap(file)
@@ -320,14 +322,14 @@ class TraceFile:
             if self._is_read or len(self._buffer) > MOST_OF_A_HEAD:
                 raise self._foreign("has no list 'traceEvents'")
             self._fill(file)
-        rank = _RANK.search(self._buffer, 0, found.start())
-        self.rank = int(rank.group(1)) if rank else None
+        if (rank := _RANK.search(self._buffer, 0, found.start())) is not None:
+            self.rank = int(rank.group(1))
         self._at = found.end()
 
     def _skip_gap(self, file: IO[str]) -> None:
         while True:
-            gap = _GAP.match(self._buffer, self._at)
-            self._at = gap.end() if gap else self._at
+            if (gap := _GAP.match(self._buffer, self._at)) is not None:
+                self._at = gap.end()
             if self._at < len(self._buffer) or self._is_read:
                 return
             self._fill(file)

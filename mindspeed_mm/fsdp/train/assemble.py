@@ -107,8 +107,9 @@ def assemble(
         set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
     plan = resolve_plan(outline, arguments, state.sizes, trains=trains, errors=errors)
     utilisation = Utilisation.of(outline, plan.features, arguments, trains=trains)
-    applied = apply_plan(outline, plan, arguments, state)
-    loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
+    sections = arguments.model, arguments.training, arguments.parallel
+    applied = apply_plan(outline, plan, arguments.model, arguments.features, state)
+    loaded = fill(applied, *sections, device, weights=weights, load_weights=load_weights)
     applied.model.train()
     if has_values:  # they are the caller's own, of no folder
         loaded = replace(loaded, folder="")

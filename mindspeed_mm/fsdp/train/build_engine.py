@@ -44,6 +44,7 @@ def build_average(model: nn.Module, training: TrainingArguments, posttrain: Post
     """The copy of what is trained that follows it: an average of the weights, the policy that draws samples, or the one
     that it is compared with."""
     if has_moving_reference(posttrain):
+        # `mixup_alpha` is the policy's share, as in TRL; an average is told what it keeps of itself.
         kept = 1 - posttrain.reference.mixup_alpha
         return MovingReference(model, posttrain.reference.sync_steps, lambda _step: kept)
     decay = posttrain.nft.old_decay
@@ -133,7 +134,9 @@ def why_steps_wait(
     where it need not.
 
     Args:
-        arguments: The whole configuration.
+        parallel: Types of parameters and sums.
+        training: The scale of the loss.
+        posttrain: What needs the weights of each step at once.
         optimizer: Over the trainable parameters.
         ema: The average of the weights, where one is kept.
         device: Where steps are computed.
@@ -153,11 +156,13 @@ def continue_from(engine: TrainEngine, state: LoopState, training: TrainingArgum
     """Give the engine, and this rank's random numbers, the state in which a checkpoint was saved."""
     engine.load_state(state)
     if engine.critic is not None:
+        # Its schedule counts steps of the run: checkpoints hold no number of its own.
         engine.critic.steps = engine.iteration
     rng = state.get("rng")
     if rng is not None and not training.no_load_rng:
         restore_rng(rng)
     else:
+        # By the step, too: a run that goes on must not draw the numbers of its first steps again.
         seed_everything(training.seed, job.state.random_rank, engine.iteration)
 
 
@@ -201,6 +206,7 @@ def _sync_always(_model: nn.Module, _enabled: bool) -> None:
 def build_lr_schedule(training: TrainingArguments, total_steps: int) -> Schedule:
     """The learning-rate schedule of a `training` section."""
     warmup_steps = training.lr_warmup_ratio * total_steps
+    # A whole number but for rounding, such as 0.07 × 100, is whole.
     if not training.lr_warmup_from_start or math.isclose(warmup_steps, round(warmup_steps)):
         warmup_steps = round(warmup_steps)
     return Schedule(
@@ -254,6 +260,7 @@ def jump_of_rate(context: JsonMapping, iteration: int, schedule: Schedule, train
     why = "the schedule has changed"
     if total != schedule.total_steps:
         why = f"the run is {schedule.total_steps:,} steps long, no longer {total:,}"
+    # The rate of the last step done, and of the next one: as it was planned, and as it is now.
     last, due, now = before.at(iteration - 1), before.at(iteration), schedule.at(iteration)
     if math.isclose(last, now, rel_tol=1e-3):  # no jump: the rates part from here on
         here, there = _told_apart(now, due)

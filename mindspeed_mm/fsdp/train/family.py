@@ -147,7 +147,8 @@ class LanguageFamily(Family):
             from mindspeed_mm.fsdp.train.posttrain import build_posttrain_objective
 
             return build_posttrain_objective(self.arguments, assembled, job, data)
-        return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
+        sections = self.arguments.model, self.arguments.features
+        return build_language_objective(*sections, assembled.model, assembled.applied.head, job.state.token_groups)
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
         """The same; statistics of routers are summed over no ranks."""
@@ -155,7 +156,8 @@ class LanguageFamily(Family):
             from mindspeed_mm.fsdp.train.posttrain import build_simulated_pairs
 
             return build_simulated_pairs(self.arguments, outline.model, head)
-        return build_language_objective(self.arguments, outline.model, head, lambda: ())
+        sections = self.arguments.model, self.arguments.features
+        return build_language_objective(*sections, outline.model, head, lambda: ())
 
     @override
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:

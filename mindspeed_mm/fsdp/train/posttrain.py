@@ -71,8 +71,10 @@ def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job,
 def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss | None) -> Objective:
     """The same for one step without data; a frozen reference, which needs memory of its own, is left out."""
     assert head is not None
-    switches = reference_kind(arguments) == "adapters_off"
-    return _pairs(arguments.posttrain, model, head, AdaptersOff(head) if switches else None, [model])
+    reference: ReferencePolicy | None = None
+    if reference_kind(arguments) == "adapters_off":
+        reference = AdaptersOff(head)
+    return _pairs(arguments.posttrain, model, head, reference, [model])
 
 
 def _pairs(

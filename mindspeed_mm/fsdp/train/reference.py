@@ -133,9 +133,9 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         ModelFolderError: Weights are missing or of another shape.
     """
     check_start(arguments.training, arguments.posttrain)
-    weights = (
-        None if arguments.posttrain.reference.model_name_or_path else weights_folder_of_load(arguments.training.load)
-    )
+    weights = None
+    if not arguments.posttrain.reference.model_name_or_path:
+        weights = weights_folder_of_load(arguments.training.load)
     with told_of_reference(arguments.posttrain):
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 

@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import PairObjective
 from mindspeed_mm.fsdp.models.behaviour.shared_media import RepeatedMedia
 from mindspeed_mm.fsdp.params.argument import Arguments, PosttrainArguments, TrainingArguments
+from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference
 from mindspeed_mm.fsdp.train.reference_start import reference_start
@@ -119,6 +120,7 @@ class StoredLogProbs:
 
 def is_stored_log_probs(head: bytes) -> bool:
     """Whether a file begins as those of `StoredLogProbs.save` do."""
+    # safetensors: a length of 8 bytes, then the header as JSON.
     return _BEGINNING.match(head, 8) is not None
 
 
@@ -158,6 +160,7 @@ class StoredReference:
                     f"{what} the pairs whose log-probabilities are stored", where=name, key=KEY, way_out=AGAIN
                 )
             found.append(self._stored.log_probs[name] if counted else (0.0, 0.0))
+        # (B, 2) → (2B,): chosen answers stand in front of the rejected ones.
         return torch.tensor(found, dtype=torch.float64).t().reshape(-1)
 
     def describe(self) -> str:
@@ -168,6 +171,7 @@ class StoredReference:
 def digests_of(batch: Batch) -> list[bytes]:
     """Of each pair's tokens and labels, without padding; B of them."""
     rows = []
+    # How far a row is padded depends on the rows beside it.
     for kept, ids, labels in zip(batch["attention_mask"].bool(), batch["input_ids"], batch["labels"], strict=True):
         rows.append(torch.cat([ids[kept].long(), labels[kept].long()]).numpy().tobytes())
     half = len(rows) // 2  # the chosen answers stand in front of the rejected ones
@@ -221,7 +225,9 @@ def opened_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> StoredL
     for name, fact in facts_of_reference(arguments, sets).items():
         found = stored.facts.get(name)
         if found != fact:
-            values = f" ({found}, and the run has {fact})" if "." in name else ""  # of a key; others are hashes
+            values = ""
+            if "." in name:  # a key; others are hashes
+                values = f" ({found}, and the run has {fact})"
             raise ConfigError(
                 f"the stored log-probabilities of the reference are of other {name}{values}",
                 where=str(path),
@@ -245,14 +251,14 @@ def stored_log_probs(arguments: Arguments, say: Callable[[int], None]) -> Stored
     parallel = arguments.parallel.model_copy(update={"pipeline_parallel_size": 1})
     arguments = arguments.model_copy(update={"parallel": parallel})
     with joined(arguments) as job:
-        data = build_data(arguments, job)
+        data = build_data(arguments.data, arguments.training, arguments.posttrain, job)
         sets = [each for each in (data.train, data.validation) if each is not None]
         loaders = [build_pass_loader(arguments.data, arguments.training, job.data_share, data.train)]
         if data.validation is not None:
             loaders.append(build_validation_loader(arguments.data, arguments.training, job.data_share, data.validation))
         stored = StoredLogProbs(facts_of_reference(arguments, sets))
         with job.setup("building the model"):
-            work = ReferenceRun(arguments, assemble_reference(arguments, job.device), job)
+            work = ReferenceRun(arguments.posttrain.dpo, assemble_reference(arguments, job.device), job)
         for loader in loaders:
             for batches in loader.one_pass():
                 stored.merge(work.of_all_ranks(batches, dict(stored.facts)))
@@ -263,11 +269,11 @@ def stored_log_probs(arguments: Arguments, say: Callable[[int], None]) -> Stored
 class ReferenceRun:
     """What it takes to run micro-batches through the reference."""
 
-    def __init__(self, arguments: Arguments, assembled: Assembled, job: Job) -> None:
+    def __init__(self, dpo: DpoArguments, assembled: Assembled, job: Job) -> None:
         model, head = assembled.model, assembled.applied.head
         assert head is not None
         self._applied, self._job = assembled.applied, job
-        self._objective = PairObjective(model, head, arguments.posttrain.dpo, None, RepeatedMedia(model))
+        self._objective = PairObjective(model, head, dpo, None, RepeatedMedia(model))
 
     @torch.no_grad()
     def of_all_ranks(self, batches: Sequence[Batch], facts: dict[str, str]) -> StoredLogProbs:
@@ -276,8 +282,10 @@ class ReferenceRun:
         self._let_towers_agree(prepared)
         found = StoredLogProbs(facts)
         for batch in prepared:
-            context = self._applied.context
-            own = move(batch if context is None else context.split(batch), self._job.device)
+            own = batch
+            if self._applied.context is not None:
+                own = self._applied.context.split(batch)
+            own = move(own, self._job.device)
             found.add(batch, self._objective.answers(self._applied.model, own).cpu())
         if self._job.data_group is not None:
             for other in self._gathered(found):
@@ -286,15 +294,16 @@ class ReferenceRun:
 
     def _let_towers_agree(self, prepared: Sequence[Batch]) -> None:
         towers = self._applied.towers
-        if towers is not None:
-            present = towers.present(prepared)
-            everywhere = [present] if self._job.world_size == 1 else [None] * self._job.world_size
-            if self._job.world_size > 1:
-                dist.all_gather_object(everywhere, present)
-            active: set[str] = set()
-            for each in everywhere:
-                active |= {name for name, is_here in (each or {}).items() if is_here}
-            towers.set_active(active)
+        if towers is None:
+            return
+        present = towers.present(prepared)
+        everywhere = [present] * self._job.world_size
+        if self._job.world_size > 1:
+            dist.all_gather_object(everywhere, present)
+        active: set[str] = set()
+        for each in everywhere:
+            active |= {name for name, is_here in each.items() if is_here}
+        towers.set_active(active)
 
     def _gathered(self, found: StoredLogProbs) -> list[StoredLogProbs]:
         group = self._job.data_group

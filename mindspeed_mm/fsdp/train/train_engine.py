@@ -384,6 +384,7 @@ class TrainEngine:
                 with explained_model(prepared, f"the validation after step {self.iteration}", self.rank):
                     add_terms(sums, self.forward_backward.evaluate(own))
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
+        # Sums over ranks; there is no norm, and a zero in its place.
         *losses, _ = self._numbers(means, torch.zeros((), device=self.device)).tolist()
         return dict(zip(sorted(means), losses, strict=True))
 

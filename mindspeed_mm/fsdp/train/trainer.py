@@ -180,6 +180,7 @@ class Trainer:
             record.progress.note(f"nothing to do: all {total_steps} steps are done")
             return None
         engine, parts = self._build(job, record, data, loader, resume, total_steps)
+        # The caller's hooks find the step logged, saved and validated; the summary has the last word.
         engine.hooks = [*self._build_hooks(parts), *self.hooks, summary_hook(parts)]
         self._note_waits(engine, record)
         verbose = self.options.verbose or self.options.dry_run
@@ -250,7 +251,7 @@ class Trainer:
 
     def _build_data(self, job: Job) -> RunData:
         if self.given.train_set is None:
-            return build_data(self.arguments, job)
+            return build_data(self.arguments.data, self.arguments.training, self.arguments.posttrain, job)
         held_out = None
         if self.given.validation_set is not None:
             held_out = as_mm_dataset(self.given.validation_set)
@@ -371,7 +372,7 @@ class Trainer:
             "global_batch": context["global_batch"],
             "total_steps": engine.schedule.total_steps,
             "dataset": context["dataset"],
-            "trusted_code": trusted_code(self.arguments),
+            "trusted_code": trusted_code(self.arguments.model, self.arguments.data, self.arguments.training),
         }
 
     def _raise_if_stopped(self, engine: TrainEngine) -> None:

@@ -45,9 +45,8 @@ class UnifiedFamily(LanguageFamily):
     @override
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         config: Any = assembled.model.config
-        words = build_language_objective(
-            self.arguments, assembled.model, assembled.applied.head, job.state.token_groups
-        )
+        sections = self.arguments.model, self.arguments.features
+        words = build_language_objective(*sections, assembled.model, assembled.applied.head, job.state.token_groups)
         self._config = config
         if any(rows is not None and rows.is_raw for rows in (data.train, data.validation)):
             _ = self._vae  # what is wrong with it is told before the first step
@@ -66,7 +65,8 @@ class UnifiedFamily(LanguageFamily):
 
     @override
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
-        words = build_language_objective(self.arguments, outline.model, head, lambda: ())
+        sections = self.arguments.model, self.arguments.features
+        words = build_language_objective(*sections, outline.model, head, lambda: ())
         return self._both(words, outline.model.config, None)
 
     def _both(self, words: Objective, config: Any, encode: Encode | None) -> Objective:

@@ -268,8 +268,8 @@ class _Check:
 
         run = self.config.arguments
         ranks = self.nproc or 1 + max(0, *run.tools.profile.ranks, *run.tools.memory_profile.dump_ranks)
-        build_memory_profile_hook(run, 0, ranks, lambda _note: None)
-        build_time_profile_hook(run, 0, ranks, lambda _note: None)
+        build_memory_profile_hook(run.tools.memory_profile, run.features, run.training, 0, ranks, lambda _note: None)
+        build_time_profile_hook(run.tools.profile, run.training, 0, ranks, lambda _note: None)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -563,12 +563,13 @@ class _Check:
     def first_held_out_question(self) -> None:
         """What is asked while training can be read, its first question shown, and the model answers."""
         arguments = self.config.arguments
-        if not arguments.training.evaluate.interval:
+        asked = arguments.training.evaluate
+        if not asked.interval:
             return
         from mindspeed_mm.fsdp.train.hooks.evaluation import HeldOutQuestions, check_generates
 
         check_generates(self.outline.model)
-        held_out = HeldOutQuestions.of(arguments)
+        held_out = HeldOutQuestions.of(asked, arguments.data.dataset_param, arguments.model)
         held_out.encoder.encode(held_out.questions[0].sample, held_out.media())
 
     def memory(self) -> None:

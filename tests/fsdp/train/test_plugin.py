@@ -104,14 +104,14 @@ def test_the_code_that_a_run_trusts_is_recorded(yaml: Path, tmp_path: Path, monk
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "modeling.py").write_text("VALUE = 1")
-    arguments = load_with_plugins(yaml, (f"model.model_name_or_path={folder}",)).arguments
-    plugin = trusted_code(arguments)
+    run_of = load_with_plugins(yaml, (f"model.model_name_or_path={folder}",)).arguments
+    plugin = trusted_code(run_of.model, run_of.data, run_of.training)
     assert plugin.keys() == {"toy_plugin"} and len(plugin["toy_plugin"]) == 64
     trusting = load_with_plugins(yaml, (f"model.model_name_or_path={folder}", "model.trust_remote_code=true")).arguments
-    before = trusted_code(trusting)
+    before = trusted_code(trusting.model, trusting.data, trusting.training)
     assert before.keys() == {"toy_plugin", str(folder)}
     (folder / "modeling.py").write_text("VALUE = 2")
-    after = trusted_code(trusting)
+    after = trusted_code(trusting.model, trusting.data, trusting.training)
     assert after["toy_plugin"] == before["toy_plugin"] and after[str(folder)] != before[str(folder)]
     assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}", "training.train_iters=1"]) == 0
     assert json.loads((tmp_path / "save" / "run.json").read_text())["trusted_code"] == plugin

@@ -163,8 +163,9 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
     static = {"data_simplification": True, "aic_metrics_type": "Memory"}
     memory = {"enable": True, "stacks": "python", "max_entries": 5}
     tools = {"profile": {"enable": True, "static_param": static}, "memory_profile": memory}
-    for build in (build_memory_profile_hook, build_time_profile_hook):
-        build(Arguments.model_validate({"tools": tools}), 0, 1, notes.append)
+    run = Arguments.model_validate({"tools": tools})
+    build_memory_profile_hook(run.tools.memory_profile, run.features, run.training, 0, 1, notes.append)
+    build_time_profile_hook(run.tools.profile, run.training, 0, 1, notes.append)
     for name in ("data_simplification", "aic_metrics_type", "stacks", "max_entries"):
         assert sum(name in note and "has no effect on cpu" in note for note in notes) == 1
 
@@ -172,7 +173,8 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
 def test_that_compiled_blocks_are_left_out_is_said() -> None:
     notes: list[str] = []
     sections = {"tools": {"memory_profile": {"enable": True}}, "features": {"compile": True}}
-    build_memory_profile_hook(Arguments.model_validate(sections), 0, 1, notes.append)
+    run = Arguments.model_validate(sections)
+    build_memory_profile_hook(run.tools.memory_profile, run.features, run.training, 0, 1, notes.append)
     assert any("features.compile" in note for note in notes)
 
 

@@ -156,6 +156,7 @@ def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
     share = ContextShare(groups, _layout_of(batch, groups))
     length = labels.shape[1]
     if share.layout.leaves_ranks_empty:
+        # A balanced layout gives each rank two pieces of a document.
         batch = lengthened(batch, 2 * groups.ring_size * groups.ulysses_size)
         share = ContextShare(groups, _layout_of(batch, groups))
     kept = {key: value for key, value in batch.items() if key not in _BORDERS}
@@ -202,6 +203,7 @@ def own_places(batch: Batch, share: ContextShare, length: int) -> Batch:
         names, keys = ", ".join(f"'{key}'" for key in unknown), "key" if len(unknown) == 1 else "keys"
         raise MMError(f"the objective's {keys} {names} cannot be split along the sequence", key=KEYS)
     own = len(share.positions)
+    # Of each token of a row, its place among the own ones; -1: another rank's.
     place = torch.full((share.layout.length,), -1).index_copy(0, share.positions, torch.arange(own))
     found: Batch = {}
     for key, with_it in _BY_PLACE.items():

@@ -302,6 +302,7 @@ def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Stream
         others["F"] = _functions_with(_by_heads(sample, streams))
     if _attends_by(processor, _SETS):
         others[_SETS] = _within_sets(sample, streams)
+    # A class for this module alone: other models go on with the family's.
     own_class = type(type(processor).__name__, (type(processor),), {"__call__": function_with(call, others)})
     processor.__class__ = own_class
     module.processor = processor

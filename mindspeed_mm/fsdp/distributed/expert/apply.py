@@ -67,6 +67,7 @@ def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, *
     """
     mesh = state.axis_mesh("efsdp")
     if state.axis_size("edp") > 1:
+        # Copies over `edp`, each of which is cut over `efsdp`.
         mesh = state.expert_mesh["edp", "efsdp"]
     sizes = state.sizes
 

@@ -67,6 +67,7 @@ class DeepEP(AllToAll):
     ) -> torch.Tensor:
         experts, own = module.num_experts, module.num_experts // self.ranks.size
         experts_TK, _ = self.without_padding(experts_TK, experts)
+        # Choices of padding have the number behind the last expert.
         chosen_TK = experts_TK.masked_fill(experts_TK == experts, -1).to(torch.int64).contiguous()
         buffer, sent = self._buffer.for_rows(hidden_TH), _Sent()
         rows_NH, weights_NK = _Dispatch.apply(  # type: ignore[no-untyped-call]

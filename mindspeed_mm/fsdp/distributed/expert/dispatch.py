@@ -135,6 +135,7 @@ class AllGather(AllToAll):
     ) -> torch.Tensor:
         experts_TK, _ = self.without_padding(experts_TK, module.num_experts)
         tokens = len(hidden_TH)
+        # Ranks may have different numbers of tokens, and collectives are of equal sizes.
         longest = int(gather(torch.tensor([tokens], device=hidden_TH.device), self.ranks).max())
         chosen_GK = gather(fill_up(experts_TK, longest, value=module.num_experts), self.ranks)
         hidden_GH = gather_rows(fill_up(hidden_TH, longest), self.ranks)
@@ -253,6 +254,7 @@ def plan_balance(loads_RE: np.ndarray, most_copies: int) -> BalancePlan:
     """
     ranks, experts = loads_RE.shape
     own = experts // ranks
+    # Before anything is handed on, owners compute all rows of their experts.
     shares = np.where(np.arange(experts) // own == np.arange(ranks)[:, None], loads_RE.sum(axis=0), 0)
     full = shares.sum(axis=1)
     most = -(-int(full.sum()) // ranks)

@@ -215,6 +215,7 @@ def size_problems(counts: Mapping[str, int], ep: int) -> list[Problem]:
         counts: Module → experts.
         ep: `parallel.expert_parallel_size`.
     """
+    # Reversed, so that the first module of each count stays.
     first = {count: name for name, count in reversed(list(counts.items()))}
     problems = []
     for count, name in first.items():

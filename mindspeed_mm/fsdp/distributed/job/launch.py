@@ -284,6 +284,7 @@ def interface_to(host: str) -> Interface | None:
 def _own_address_towards(host: str) -> str | None:
     """The address that a packet to `host` would bear as its sender; nothing is sent."""
     try:
+        # Connecting a datagram socket chooses a route and sends nothing; any port would do.
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -306,6 +307,7 @@ def _bearer(address: str) -> str | None:
                 answer = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
                 continue  # an interface without an address
+            # struct ifreq: 16 bytes of name, then a sockaddr_in, whose address begins at its byte 4.
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

@@ -44,6 +44,7 @@ _THREAD = "launcher's life"
 
 
 def _follow(launcher: int, alone_s: float, leave: Callable[[int], None]) -> None:
+    # A process whose parent has ended is given another one.
     while os.getppid() == launcher:
         time.sleep(LOOK_S)
     time.sleep(alone_s)

@@ -61,6 +61,7 @@ class Pipeline:
             router_numbers: How many numbers a term over the routers of all stages needs of each; 0: there is none.
         """
         if router_numbers:
+            # In fp32 at least: sums over many tokens would lose bits in the type of hidden states.
             passing = RouterPassing(router_numbers, torch.promote_types(self.dtype, torch.float32))
             self.boundary.routers = passing
             facts_of(self.part).note(passing)
@@ -117,6 +118,7 @@ def split_into_stages(model: nn.Module, plan: StagePlan, parallel: ParallelArgum
         parallel: The section.
         state: Its pipeline axis.
     """
+    # Before the model is cut: borders, shapes and names are asked of the whole one later on.
     whole = meta_copy(model)
     copies = cut_to_rank(model, plan, state.axis_rank("pp"), hidden_dtype(whole, parallel))
     share = Share(whole, stage_owners(whole, plan), state.axis_group("pp"), copies)
@@ -126,6 +128,7 @@ def split_into_stages(model: nn.Module, plan: StagePlan, parallel: ParallelArgum
 
 def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
     """What passes between stages: the type that blocks compute in."""
+    # Without mixed precision blocks compute in the type of their parameters.
     return torch_dtype(parallel.fsdp_plan.param_dtype) or next(model.parameters()).dtype
 
 
@@ -181,6 +184,7 @@ class TiedEnds:
         parameters = dict(part.named_parameters())
         self._ends = [
             (parameters.get(first), parameters.get(copy), share.owners[first], copy_rank)
+            # Sorted: both ends go through the ties in one order, and so their messages meet.
             for copy, first in sorted(ties.items())
             if first in parameters or copy in parameters
         ]
@@ -208,7 +212,9 @@ class TiedEnds:
                     for end in (first, copy):
                         _gradient(end).copy_(total)
                 continue
-            own, other = (first, copy_rank) if first is not None else (copy, first_rank)
+            own, other = first, copy_rank
+            if own is None:
+                own, other = copy, first_rank
             assert own is not None
             if own.requires_grad:
                 gradient = _gradient(own)
@@ -217,6 +223,7 @@ class TiedEnds:
     def _exchanged(self, gradient: Tensor, other: int) -> Tensor:
         theirs, ours = torch.empty_like(gradient), gradient.contiguous()
         group = self._share.group
+        # Both ends send and receive at once: two that sent first would wait for each other for ever.
         operations = [
             dist.P2POp(dist.isend, ours, group=group, group_peer=other),
             dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),

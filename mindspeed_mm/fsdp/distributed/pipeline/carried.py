@@ -136,7 +136,9 @@ class CarriedDeepstack(Carried):
 
     def attach(self, model: nn.Module) -> None:
         """A hook in front of the decoder."""
-        hook = self._note if self._is_first else self._hand_in
+        hook = self._hand_in
+        if self._is_first:
+            hook = self._note
         model.get_submodule(self._decoder).register_forward_pre_hook(hook, with_kwargs=True)
 
     def count(self, stage: int) -> int:
@@ -156,6 +158,7 @@ class CarriedDeepstack(Carried):
             return tuple(torch.zeros_like(hidden) for _ in range(ahead))
         assert self._places is not None
         return tuple(
+            # Places (B, L) are True at picture tokens; features (n, H) fill them in that order.
             torch.zeros_like(hidden).masked_scatter(self._places[..., None], each.to(hidden.dtype))
             for each in self._features[self._levels - ahead :]
         )
@@ -169,6 +172,7 @@ class CarriedDeepstack(Carried):
         rows = self.received[0].flatten(0, -2)
         # Levels behind earlier layers are added to what is thrown away at the entry.
         passed = [torch.zeros_like(rows)] * (self._levels - len(self.received))
+        # As if every token were one of a picture: the zeros that came with text add nothing.
         everywhere = torch.ones(self.received[0].shape[:-1], dtype=torch.bool, device=rows.device)
         features = [*passed, *(each.flatten(0, -2) for each in self.received)]
         return args, {**kwargs, "visual_pos_masks": everywhere, "deepstack_visual_embeds": features}
@@ -212,7 +216,10 @@ class Boundary:
             loss: How the model is called with a micro-batch.
             batch: The micro-batch, on the device.
         """
-        shapes = self._front.shapes(loss, batch) if self._front is not None else self._of_decoder(batch)
+        if self._front is not None:
+            shapes = self._front.shapes(loss, batch)
+        else:
+            shapes = self._of_decoder(batch)
         crossings: list[list[Passed]] = [[]]
         for entering in shapes:
             passed: list[Passed] = [(shape, self._dtype) for shape in entering]
@@ -233,6 +240,7 @@ class Boundary:
         rows, tokens = batch["input_ids"].shape
         share = batch.get(CONTEXT_KEY)
         if share is not None:
+            # The sequence is spread over ranks: each hands on its own tokens.
             tokens = len(share.positions)
         return rows, tokens, self._width
 
@@ -265,6 +273,7 @@ class FrontOfStages:
         self._entering, self._carried = [], []
         device = next(each.device for each in batch.values() if isinstance(each, Tensor))
         try:
+            # Shapes alone: placeholders return zeros, layers what they are given, and behind them the pass ends.
             loss.terms(self._model.to(device), batch)
         except StageExit:
             return [[*entering, *self._carried] for entering in self._entering]

@@ -69,6 +69,7 @@ class StagePlan:
             return last
         for number, layer in enumerate(self.layers):
             if is_inside(name, (layer,)):
+                # A border is the first layer of the stage behind it: as many borders as are not above it lie in front.
                 return bisect.bisect_right(self.borders, number)
         return 0
 
@@ -100,7 +101,10 @@ class StagePlan:
             numbers.setdefault(list_name, []).append(number)
         runs = []
         for of_list in numbers.values():
-            runs.append(of_list[0] if len(of_list) == 1 else f"{of_list[0]}-{of_list[-1]}")
+            run = of_list[0]
+            if len(of_list) > 1:
+                run += f"-{of_list[-1]}"
+            runs.append(run)
         return " + ".join(runs) or "none"
 
 
@@ -211,6 +215,7 @@ def _costs(model: nn.Module, points: CutPoints) -> tuple[list[int], int, int]:
     costs nothing."""
     layers = [_count_parameters(model, name) for name in layer_names(model, points)]
     back = sum(_count_parameters(model, name) for name in points.behind)
+    # What is in none of them runs in front: towers, projectors.
     elsewhere = (*points.layers, *points.behind, points.embedding)
     front = 0
     for name, parameter in model.named_parameters():
@@ -276,6 +281,7 @@ def _given_borders(
 
 
 def _check_filled(model: nn.Module, plan: StagePlan) -> None:
+    # With duplicates: a tied weight counts for the stage of either end, where it has a copy.
     filled = {plan.owner(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     for stage in range(plan.stages):
         if stage not in filled:

@@ -106,6 +106,7 @@ class OwnShapes(PipelineStage):
         """What goes to the stage behind."""
         if self.is_last:
             return []
+        # What is sent is the value alone; the graph stays here for the backward pass.
         outputs, _ = self.fwd_cache[fwd_chunk_id]
         return self._operations(dist.isend, [output.detach() for output in outputs], 1)
 
@@ -155,6 +156,7 @@ def build_pipeline_schedule(
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of a step with so many micro-batches; the last stage returns the loss itself."""
     if name in _SINGLE:
+        # Not scaled: each micro-batch's loss has the denominator of the whole step already.
         return _SINGLE[name](stages[0], micro_batches, loss_fn=_itself, scale_grads=False)
     return _MULTI[name](list(stages), micro_batches, loss_fn=_itself, scale_grads=False)
 
@@ -172,7 +174,11 @@ def work_of_rank(name: str, plan: StagePlan, rank: int, micro_batches: int) -> l
         (`F` forward, `B` backward, `I` gradients of inputs or `W` gradients of weights; stage; micro-batch).
     """
     if name in _SINGLE:
-        return _work_of_single_stage(rank, micro_batches, micro_batches if name == "gpipe" else plan.ranks - rank)
+        # 1F1B: as many forward passes ahead as there are stages from here to the end, which the first gradient crosses.
+        most_ahead = plan.ranks - rank
+        if name == "gpipe":
+            most_ahead = micro_batches
+        return _work_of_single_stage(rank, micro_batches, most_ahead)
     ranks = {"num_stages": plan.stages, "group_size": plan.ranks, "group_rank": rank}
     described: Any = [SimpleNamespace(**ranks, stage_index=n, submod=nn.Identity()) for n in plan.stages_of(rank)]
     schedule = _MULTI[name](described, micro_batches, loss_fn=_itself, scale_grads=False)
@@ -203,6 +209,7 @@ def run_schedule(
     Raises:
         MMError: What a stage refused, which torch wraps in an error of its own.
     """
+    # torch cuts what it is given into micro-batches: of this each gets one number.
     numbers = torch.arange(micro_batches)
     try:
         if any(stage.is_last for stage in stages):
@@ -210,6 +217,7 @@ def run_schedule(
         else:
             schedule.step(mb=numbers, return_outputs=False)
     except RuntimeError as error:
+        # The refusal itself says which key to change; torch's message names a stage and a micro-batch.
         if isinstance(error.__cause__, MMError):
             raise error.__cause__ from error
         raise

@@ -65,6 +65,7 @@ class StageModule(nn.Module):
         if not self.is_first:
             entry = entry_of(self.model, plan, stage)
             self._arguments = arguments_of(entry)
+            # In front of all other hooks of the layer: they are to see what was received, not the placeholder's output.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         self.work: StepWork | None = None
 
@@ -114,6 +115,7 @@ class StageModule(nn.Module):
         if self._boundary.routers is not None:
             outputs.append(self._boundary.routers.leaving(streams[0]))
         found = [(tuple(each.shape), each.dtype) for each in outputs]
+        # The next stage waits in a receive of the stated size: another size would hang it or fill it wrong.
         if found != expected:
             raise MMError(
                 f"stage {self.index} hands on {found}, and the next one waits for {expected}",
@@ -128,7 +130,10 @@ class StageModule(nn.Module):
         for name, value in terms.items():
             share = value / self.work.denominators[name]
             normalised.append(share)
-            totals[name] = totals[name] + share.detach() if name in totals else share.detach()
+            if name in totals:
+                totals[name] = totals[name] + share.detach()
+            else:
+                totals[name] = share.detach()
         return torch.stack(normalised).sum()
 
 

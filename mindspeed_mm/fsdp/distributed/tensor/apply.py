@@ -79,7 +79,9 @@ class _Splitter:
         in_sequence = self._in_sequence(name)
         if rule.style in (Style.COLUMN, Style.HEAD):
             gathers = rule.style is Style.HEAD and (self._gathers or not is_inside(name, (self._head,)))
-            entry = None if in_sequence else self._entry  # layers in a slice share the gathering of its end
+            entry: SplitInput | None = self._entry
+            if in_sequence:  # the attention or MLP around this layer has gathered its tokens already
+                entry = None
             return ColumnForward(module, self._ranks, entry, rule.blocks, gathers)
         if rule.style is Style.ROW:
             return RowForward(module, self._ranks, in_sequence, rule.blocks)
@@ -108,7 +110,9 @@ _OTHERS: dict[Style, type[LocalForward]] = {
 def divide_heads(attention: nn.Module, size: int) -> None:
     """Set how many heads an attention module sees, and how many features they have where it counts by these."""
     # Attentions of diffusers reshape by the width of all heads.
-    counts = (*HEAD_COUNTS, "inner_dim") if has_all(attention, "to_q") else HEAD_COUNTS
+    counts: tuple[str, ...] = HEAD_COUNTS
+    if has_all(attention, "to_q"):
+        counts = (*HEAD_COUNTS, "inner_dim")
     for name in counts:
         count = attribute_at(attention, name)
         if isinstance(count, int) and not isinstance(count, bool):

@@ -95,6 +95,7 @@ def all_reduce(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 
 
 def _all_reduce_precisely(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    # Sums of many ranks' bf16 gradients lose bits; the gradient has the parameter's type again behind it.
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return all_reduce(wide, ranks).to(tensor.dtype)
 
@@ -119,6 +120,7 @@ def _gather_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 
 def _reduce_scatter_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     width = tensor.shape[-1]
+    # (…, L, H) → (ranks, …, L / ranks, H): the collective cuts along the first dimension.
     parts = torch.stack(tensor.chunk(ranks.size, dim=-2))
     own = tensor.new_empty(parts.shape[1:])
     reduce_scatter_single(own.view(-1, width), parts.view(-1, width), group=ranks.group)
@@ -201,12 +203,15 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, logits_NV: torch.Tensor, targets: torch.Tensor, vocabulary: SplitVocabulary
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Targets as columns of this rank's part. Those of other ranks look at column 0 and are masked out of the sum.
         own = targets - vocabulary.rank * logits_NV.shape[1]
         elsewhere = (own < 0) | (own >= logits_NV.shape[1])
         own = own.masked_fill(elsewhere, 0).unsqueeze(1)
+        # Shifted by the largest logit of the whole row, so that no exp overflows; every rank must shift alike.
         largest = vocabulary.largest(logits_NV.amax(dim=1))
         shifted_NV = logits_NV - largest.unsqueeze(1)
         at_target = vocabulary.total(shifted_NV.gather(1, own).squeeze(1).masked_fill(elsewhere, 0))
+        # In place from here on: (N, V / ranks) is the largest tensor, and one of it is enough.
         probabilities_NV = shifted_NV.exp_()
         total = vocabulary.total(probabilities_NV.sum(dim=1))
         probabilities_NV /= total.unsqueeze(1)

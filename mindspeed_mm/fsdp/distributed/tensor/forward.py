@@ -141,6 +141,7 @@ class RowForward(LocalForward):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """(…, in / ranks) → (…, out)."""
+        # Without the bias (see `local`): the sum over ranks would have it once for each.
         partial = super().__call__(*args, **kwargs)
         bias: torch.Tensor | None = self._module._parameters.get("bias")
         if self._to_own_tokens:
@@ -167,6 +168,7 @@ class EmbeddingForward(LocalForward):
         """ids (…) → (…, H)."""
         ids, *rest = args
         rows = self._module.weight.shape[0] // self._ranks.size  # type: ignore[index, operator, union-attr]
+        # Ids as rows of this rank's part; outside of [0, rows) they are other ranks'.
         own = ids - self._ranks.rank * rows
         elsewhere = (own < 0) | (own >= rows)
         with padding_moved(self._module, -self._ranks.rank * rows, rows):
@@ -193,9 +195,14 @@ class WideNormForward(LocalForward):
         """(…, F / ranks), as it comes."""
         (own,) = args
         norm: Any = self._module
-        wide = own if own.dtype == torch.float64 else own.float()
-        eps = torch.finfo(own.dtype).eps if norm.eps is None else norm.eps
+        wide = own
+        if own.dtype != torch.float64:
+            wide = own.float()
+        eps = norm.eps
+        if eps is None:  # as torch does
+            eps = torch.finfo(own.dtype).eps
         squares = wide.square().sum(dim=-1, keepdim=True)
+        # The mean is over the features of all ranks, (…, 1).
         mean = sum_of_all(squares, self._ranks) / (self._ranks.size * own.shape[-1])
         weight = local_part(norm.weight, self._ranks, 0, (1,))
         return (wide * torch.rsqrt(mean + eps)).to(own.dtype) * weight
@@ -207,6 +214,7 @@ def local_part(parameter: torch.Tensor, ranks: TensorRanks, dim: int, blocks: Se
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     unit = parameter.shape[dim] // sum(blocks)
+    # Each of the fused layers gives its own part: a plain cut would give one rank all queries, another all keys.
     fused = sum_gradient(parameter, ranks).split([unit * block for block in blocks], dim=dim)
     return torch.cat([block.chunk(ranks.size, dim=dim)[ranks.rank] for block in fused], dim=dim)
 
@@ -231,7 +239,9 @@ def padding_moved(module: nn.Module, shift: int, rows: int) -> Iterator[None]:
         yield
         return
     moved = padding + shift
-    module.padding_idx = moved if 0 <= moved < rows else None  # type: ignore[assignment]
+    if not 0 <= moved < rows:  # the row is another rank's
+        moved = None
+    module.padding_idx = moved
     try:
         yield
     finally:

@@ -124,6 +124,7 @@ class _Borders:
     def cut(self, module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         hidden = _hidden(args, kwargs)
         self._length = hidden.shape[-2]
+        # Slices are filled up to one size: attention must learn the true length, by its rotary table. A norm need not.
         if self._length % self._ranks.size and _length(kwargs) is None and not _is_pointwise(module):
             raise ConfigError(
                 f"{self._ranks.size} ranks do not divide {self._length} tokens, and the blocks of this model do not "
@@ -140,6 +141,7 @@ class _Borders:
         def shared(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is hidden or not tensor.requires_grad:
                 return tensor
+            # The value as it is; in the backward pass the parts of its gradient are summed.
             return copy_to_ranks(tensor, self._ranks)
 
         return tree_map_only(torch.Tensor, shared, (args, kwargs))
@@ -212,6 +214,7 @@ def _follows(model: nn.Module, before: str, name: str) -> bool:
     if stack_name not in pipeline:
         return False
     is_of_same_stack = name.rpartition(".")[0] == stack
+    # Blocks of one stack follow each other, and what the class's plan names next follows the stack.
     behind = pipeline[pipeline.index(stack_name) + 1 :]
     return is_of_same_stack or behind[:1] == [name.removeprefix(f"{parent_name}.")]
 

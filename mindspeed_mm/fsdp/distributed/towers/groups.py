@@ -44,6 +44,7 @@ def build_team(sizes: ParallelSizes, encoder: EncoderSizes) -> ContextGroups | N
     if encoder.team == 1:
         return None
     teams = _cut(sharing_ranks(sizes, encoder), lambda ranks: _neighbours(ranks, encoder.team))
+    # As the decoder's own: ranks next to each other exchange heads, and every `ulysses`-th is in one ring.
     rings = _cut(teams, lambda team: [team[place :: encoder.ulysses] for place in range(encoder.ulysses)])
     exchanges = _cut(teams, lambda team: _neighbours(team, encoder.ulysses))
     ring = ulysses = None

@@ -116,6 +116,7 @@ class IdleTowers:
             found[tower.name] = any(_feeds(batch, tower.key) for batch in batches)
         for key in self._without_towers:
             fed = [_feeds(batch, key) for batch in batches]
+            # Both answers, since ranks are joined by "any": the step is mixed where both are true.
             found[key], found[_without(key)] = any(fed), not all(fed)
         return found
 
@@ -166,6 +167,7 @@ class IdleTowers:
         """The model is about to run a tower of its own accord: idle ones in front of it come first."""
         if self._runs_idle:
             return
+        # Those in front of the tower run now, it runs by itself, and those behind it wait for their turn.
         for place, (tower, is_fed) in enumerate(self._waiting):
             if is_fed and tower.module == name:
                 earlier, self._waiting = self._waiting[:place], self._waiting[place + 1 :]
@@ -209,4 +211,5 @@ class IdleTowers:
     def _take_nothing(self) -> torch.Tensor:
         """Zero, with the gradients of what idle towers have returned."""
         outputs, self._outputs = self._outputs, []
+        # Times zero, not left out: the backward pass must reach the tower, whose gradients all ranks reduce together.
         return torch.stack([(output * 0).sum() for output in outputs]).sum()

@@ -173,6 +173,7 @@ class SharedMedia:
             given[CONTEXT_KEY] = self._context
         if self._in_step:
             seed = int(torch.randint(2**62, ()))  # the same on all of them, another at each call
+            # Restored behind the tower: ranks along tp must go on to draw the same numbers.
             self._random = rng_state()
             torch.manual_seed(seed + self._rank)
         return (pixels,), given
@@ -198,6 +199,7 @@ class SharedMedia:
                 key=KEY,
                 way_out="Leave the section out: the tower follows the decoder.",
             )
+        # (rows, sum of widths): one exchange for all levels.
         travelled = carry_features(torch.cat(levels, dim=-1), there, back, self._group)
         own = iter(travelled.split([level.shape[-1] for level in levels], dim=-1))
         kept = tree_map(lambda _: next(own).contiguous(), kept)
@@ -212,6 +214,7 @@ class SharedMedia:
             return [own]
         gathered: list[list[Grid]] = [[]] * self._sizes.ranks
         dist.all_gather_object(gathered, own, group=self._group)
+        # Ranks of one stream read the same media: one answer of each stream is enough.
         return gathered[:: self._ranks_per_stream]
 
     def _plan(self, by_stream: Sequence[Sequence[Grid]]) -> Media:
@@ -245,12 +248,14 @@ class SharedMedia:
             pixel_legs(media, sizes), *ranks, media.places(brought, unit), media.places(encoded, unit), rows_here * unit
         )
         there = build_trip(feature_legs(media, sizes), *ranks, here, own, rows_own)
+        # At least one row: a rank that is left with nothing encodes zeros, whose features get zero gradients.
         back = build_trip(gradient_legs(media, sizes), *ranks, own, here, max(rows_here, 1))
         self._way_back = there, back
         with torch.no_grad():
             arrived = carry(pixels, out, self._group)
         if encoded:
             return arrived, [grids[item] for item in encoded]
+        # The smallest picture there is, one merged square of patches: the tower must be called all the same.
         return pixels.new_zeros(unit, *pixels.shape[1:]), [Grid(1, self._side, self._side)]
 
 
@@ -303,6 +308,7 @@ def assign(costs: Sequence[int], homes: Sequence[int], teams: int) -> list[int]:
     """
     taken, loads = [0] * len(costs), [0] * teams
     least_loaded = [(0, team) for team in range(teams)]
+    # Longest first; of equal ones the earlier, so that all ranks make the same plan.
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         # Entries are not taken out when a load grows: those with another load than the present one are out of date.
         while least_loaded[0][0] != loads[least_loaded[0][1]]:
@@ -312,6 +318,7 @@ def assign(costs: Sequence[int], homes: Sequence[int], teams: int) -> list[int]:
         taken[item] = team
         loads[team] += costs[item]
         heapq.heappush(least_loaded, (loads[team], team))
+    # Not better than leaving everything at home: then nothing travels.
     if max(loads) >= max(team_loads(costs, homes, teams)):
         return list(homes)
     return taken

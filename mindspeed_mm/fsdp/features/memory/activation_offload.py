@@ -60,6 +60,7 @@ class OffloadedForward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         call = self._traffic.open(self._module)
+        # Everything that autograd saves inside goes through these two, views and all.
         with saved_tensors_hooks(lambda tensor: self._traffic.pack(call, tensor), self._traffic.unpack):
             outputs = self._forward(*args, **kwargs)
         self._traffic.close(call)
@@ -182,6 +183,7 @@ class ActivationTraffic:
         moved = saved.moved
         assert moved.home is not None
         self._copies.wait(self._coming.pop(moved, None))
+        # The same view of the storage as was saved: offset, size, strides.
         empty = torch.empty(0, dtype=saved.dtype, device=moved.device)
         return empty.set_(moved.home.untyped_storage(), saved.offset, saved.size, saved.stride)
 
@@ -190,6 +192,7 @@ class ActivationTraffic:
         if not _can_travel(tensor):
             return None
         storage = tensor.untyped_storage()
+        # With the version: what was written to since is another value in the same memory.
         key = (StorageWeakRef(storage), tensor._version)
         if key in self._known:
             known = self._known[key]()

@@ -194,7 +194,7 @@ class SlicedForward:
             if shape[self._plan.batch_dim] not in (1, rows):
                 raise ConfigError(
                     f"{_argument_words(key)} of '{self._name}' has the shape {shape}, but there are {rows} rows",
-                    key=NAMES if isinstance(key, str) else PLACES,
+                    key=_where(key),
                     way_out="Take it out, or set features.chunkmbs_plan.batch_dim to the dimension of the rows.",
                 )
 
@@ -202,11 +202,10 @@ class SlicedForward:
         """Raise for a tensor that is not to be sliced and has as many rows: every slice would get all of them."""
         for shape in self._shapes(value):
             if shape[self._plan.batch_dim] == rows:
-                where = NAMES if isinstance(key, str) else PLACES
                 raise ConfigError(
                     f"{_argument_words(key)} of '{self._name}' has the shape {shape}, {rows} rows, and is not among "
                     "those that are sliced",
-                    key=where,
+                    key=_where(key),
                     way_out=f"Add {key!r} to it.",
                 )
 
@@ -219,6 +218,13 @@ class SlicedForward:
     def _row_counts(self, value: object) -> Iterator[int]:
         for shape in self._shapes(value):
             yield shape[self._plan.batch_dim]
+
+
+def _where(key: Key) -> str:
+    """The setting that lists arguments of this kind."""
+    if isinstance(key, str):
+        return NAMES
+    return PLACES
 
 
 def _argument_words(key: Key) -> str:

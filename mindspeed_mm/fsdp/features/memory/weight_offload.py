@@ -90,8 +90,10 @@ class WeightTraffic:
 
     def enter(self, number: int, device: torch.device) -> None:
         """A block begins, in the forward pass or again in the backward pass."""
+        ahead = number - 1
         # The first block begins a forward pass or ends a backward pass: what comes next is the second one either way.
-        ahead = number + 1 if number == 0 or number > self._latest else number - 1
+        if number == 0 or number > self._latest:
+            ahead = number + 1
         self._latest = number
         for other in self.on_device:
             if other not in (number, ahead):
@@ -142,10 +144,14 @@ class _Block:
         for parameter in self._module.parameters():
             if not parameter.requires_grad:
                 on_host = parameter.data.to("cpu")
-                self._on_host[parameter] = on_host.pin_memory() if device.type != "cpu" else on_host
+                if device.type != "cpu":  # a copy from pinned memory runs beside the computation
+                    on_host = on_host.pin_memory()
+                self._on_host[parameter] = on_host
 
 
 def _absent(parameter: nn.Parameter) -> torch.Tensor:
     """In the shape of a parameter, without its memory: NaN, also where bytes stand for numbers (`quantized_linear`)."""
-    filling = float("nan") if parameter.is_floating_point() else torch.iinfo(parameter.dtype).max
+    filling = float("nan")
+    if not parameter.is_floating_point():
+        filling = torch.iinfo(parameter.dtype).max
     return torch.full((), filling, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

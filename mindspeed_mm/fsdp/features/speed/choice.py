@@ -76,7 +76,10 @@ class SpeedChoice:
     """What installing would give; empty where nothing would."""
 
     def __str__(self) -> str:
-        return f"{self.what or 'off'} ({self.reason})" + (f"; {self.more}" if self.more else "")
+        described = f"{self.what or 'off'} ({self.reason})"
+        if self.more:
+            described += f"; {self.more}"
+        return described
 
 
 NOT_ASKED = SpeedChoice("", "not asked for")
@@ -108,11 +111,14 @@ def choose_fused(wish: Wish, facts: SpeedFacts, *, blocks_compiled: bool = False
         return _of_npu(machine, is_auto=is_auto)
     if "liger_kernel" in machine.packages and not blocks_compiled:
         return SpeedChoice(LIGER, "liger_kernel is installed")
-    why = machine.lacks_triton or (_not_worth_compiling(facts) if is_auto else "")
+    why = machine.lacks_triton
+    if is_auto and not why:
+        why = _not_worth_compiling(facts)
+    if not why and blocks_compiled:
+        return SpeedChoice(COMPILED, "they become parts of the compiled blocks")
     if not why:
-        reason = "they become parts of the compiled blocks" if blocks_compiled else "liger_kernel is not installed"
-        more = "" if blocks_compiled else "pip install liger-kernel: kernels that need no compiler"
-        return SpeedChoice(COMPILED, reason, more)
+        more = "pip install liger-kernel: kernels that need no compiler"
+        return SpeedChoice(COMPILED, "liger_kernel is not installed", more)
     if not is_auto:
         way_out = "pip install liger-kernel, or set it to auto."
         raise MachineError(
@@ -131,7 +137,10 @@ def choose_compile(wish: Wish, facts: SpeedFacts, backend: str = "inductor") -> 
     """
     if wish is not True and wish is not False:
         return _compile_where_it_pays(facts, backend)
-    return SpeedChoice(backend if wish else "", "as configured")
+    what = ""
+    if wish:
+        what = backend
+    return SpeedChoice(what, "as configured")
 
 
 def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> SpeedChoice:
@@ -139,7 +148,9 @@ def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> SpeedChoice:
     if machine.device_type != "cuda":
         return SpeedChoice("", _on_cpu(machine.device_type))
     if machine.lacks_triton:
-        more = "" if "triton" in machine.packages else "pip install triton: compiled blocks"
+        more = ""
+        if "triton" not in machine.packages:
+            more = "pip install triton: compiled blocks"
         return SpeedChoice("", machine.lacks_triton, more)
     if backend != "inductor":
         return SpeedChoice("", f"features.compile_plan.backend '{backend}' makes no kernels")

@@ -167,6 +167,7 @@ def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
     if own.keys() != {"weight"} or own["weight"].dim() != 1 or _eps(module) < 0 or list(module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
+    # In bf16 the variants differ: in fp32 one could not tell which rounds before it multiplies.
     x = torch.randn(3, own["weight"].shape[0], generator=generator).mul(2).bfloat16()
     weight = torch.randn(own["weight"].shape[0], generator=generator).bfloat16()
     try:
@@ -185,9 +186,11 @@ def _is_gated(module: nn.Module) -> bool:
     has_projections = module._modules.keys() >= {*_GATED}
     if not has_projections or module._parameters:
         return False
+    # The trial draws numbers, and the run must not notice.
     with torch.random.fork_rng(devices=[]):
         gate, up, down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
         x = torch.randn(5, 4)
+    # The class's forward with small layers of known weights in place of the module's own.
     tiny = copy.copy(module)
     tiny._modules = {**module._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
     try:

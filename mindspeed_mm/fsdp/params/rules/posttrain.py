@@ -51,7 +51,8 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
     if needs_reference(posttrain):
         yield from _of_the_reference(arguments)
     if posttrain.method == "dpo":
-        yield from _of_pairs(arguments)
+        yield from _of_pairs_of_media(arguments)
+        yield from _of_pairs(posttrain.dpo)
     elif posttrain.method == "dmd":
         yield from distillation_problems(arguments)
     else:
@@ -264,9 +265,7 @@ def _of_a_moving_reference(training: TrainingArguments, posttrain: PosttrainArgu
         )
 
 
-def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
-    yield from _of_pairs_of_media(arguments)
-    dpo = arguments.posttrain.dpo
+def _of_pairs(dpo: DpoArguments) -> Iterator[Problem]:
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(dpo.loss_type):
         yield Problem(
             f"has {len(dpo.loss_weights)} weights for {len(dpo.loss_type)} losses",
@@ -289,6 +288,7 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
         )
     for name in dict.fromkeys(key for facts in PAIR_LOSSES.values() for key in facts.reads):
         losses = sorted(loss for loss, facts in PAIR_LOSSES.items() if name in facts.reads)
+        # A setting that no chosen loss reads would do nothing, and nobody would notice.
         if dpo[name] != type(dpo).model_fields[name].default and set(losses).isdisjoint(dpo.loss_type):
             yield Problem(
                 f"{dpo[name]:g} has no effect on {', '.join(dpo.loss_type)}",
@@ -413,6 +413,7 @@ def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
             key=f"{_KEY}.flow.guidance_scale",
             way_out="Set it to 1, or posttrain.method: grpo.",
         )
+    # The last step ends without noise and draws none.
     random_steps = flow.num_inference_steps - 1
     if flow.window.size is not None and flow.window.size > random_steps:
         yield Problem(

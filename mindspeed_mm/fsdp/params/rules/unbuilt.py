@@ -84,6 +84,7 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     problems = []
     for key, built in BUILT_VALUES.items():
         value = value_at(arguments, key, _ABSENT)
+        # By type, too: 0 and false are equal in Python, and not in a configuration.
         is_built = any(value == known and type(value) is type(known) for known in built)
         if value is not _ABSENT and not is_built and not _is_idle(arguments.data, arguments.training, key):
             way_out = f"This version takes {' or '.join(map(show, built))}."

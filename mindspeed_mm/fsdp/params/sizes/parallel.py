@@ -100,6 +100,7 @@ def resolve_parallel_sizes(parallel: ParallelArguments, world_size: int) -> Para
     resolve_encoder_sizes(parallel, data_ranks)
     ep = parallel.expert_parallel_size
     of_experts = {"expert_parallel_size": ep}
+    # Not given: experts are spread inside a sharding group, and what is left of it cuts each of them.
     efsdp = parallel.expert_fully_shard_parallel_size or _divide(fsdp, of_experts, "ranks of a group")
     edp = _divide(model_ranks, {"expert_fully_shard_parallel_size": efsdp, **of_experts}, "ranks left")
     return ParallelSizes(world_size, pp, dp_replicate, dp_shard, ring, ulysses, tp, edp, efsdp, ep)

@@ -36,6 +36,7 @@ def read_config_text(path: Path) -> str:
 
 def _decoded_text(content: bytes, where: str) -> str:
     try:
+        # Some editors put a byte-order mark in front.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(

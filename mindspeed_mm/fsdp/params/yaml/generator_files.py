@@ -80,6 +80,7 @@ def derive_expert_levels(root: Node) -> None:
         return
     boundary = read_json_object(index, ConfigError, key="model.model_name_or_path").get("boundary_ratio")
     if isinstance(boundary, int | float):
+        # The first transformer draws above the boundary, the second below it.
         is_of_high_noise = trained == [EXPERT_PARTS[0]]
         levels = [boundary, 1.0] if is_of_high_noise else [0.0, boundary]
         put(root, key, levels, "derived: model.freeze")

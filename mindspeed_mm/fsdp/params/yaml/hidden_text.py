@@ -26,6 +26,7 @@ def yaml_without_secrets(text: str, key: str = "") -> str:
         return without_secrets(text)
     remember_secrets(plain(root), key.rpartition(".")[2])
     lines = text.split("\n")
+    # From the end on, so that the places in front stay right.
     for (first, start), (last, end) in sorted(_spans(root, *key.split(".")), reverse=True):
         before, behind = lines[first - 1][: start - 1], lines[last - 1][end - 1 :] if last <= len(lines) else ""
         is_block = last > first and end == 1  # `|` and `>` end where the next line begins

@@ -56,6 +56,7 @@ def read_defaults(text: str) -> set[str]:
         match = _LINE.fullmatch(line)
         if match is None:
             continue
+        # As `dump_with_origins` indents.
         level = len(match["indent"]) // 2
         name = match["name"]
         path[level:] = [parse_json(name) if name.startswith('"') else name]

@@ -209,9 +209,11 @@ class _Builder:
                 self._add(node.value, item, child)
         for source in merged:
             self.merged += len(source.value)
+            # Merges of merges multiply as aliases do.
             if self.merged > MOST_NODES:
                 raise self._too_large(node)
             for name, entry in source.value.items():
+                # What a mapping says itself counts more than what it merges.
                 node.value.setdefault(name, entry)
         return node
 
@@ -248,6 +250,7 @@ class _Builder:
         tag = event.tag
         if tag is None:
             tag = f"{_CORE}str"
+            # Written plainly; what is quoted is text, whatever it looks like.
             if event.implicit[0]:
                 tag = self.resolver.resolve(ScalarNode, text, (True, False))
         kind = str(tag).removeprefix(_CORE)

@@ -220,6 +220,7 @@ def _exists(path: Path) -> bool:
 def _move(written: list[_Written], config: Path, *, only_existing: bool) -> None:
     """Let paths begin at the YAML's folder."""
     moved = {each.text for each in written if not only_existing or each.is_beside(config)}
+    # A text with several paths is one node: it is written once.
     for node in {id(each.node): each.node for each in written}.values():
         parts = _parts(node)
         for number, part in enumerate(parts):

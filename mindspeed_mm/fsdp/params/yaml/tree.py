@@ -108,8 +108,9 @@ def take(root: Node, key: str) -> MappingEntry | None:
     entry = find(root, key)
     if entry is not None:
         parent, _, name = key.rpartition(".")
-        holder = find(root, parent) if parent else None
-        section = holder.node if holder else root
+        section = root
+        if parent and (holder := find(root, parent)) is not None:
+            section = holder.node
         del section.value[name]
     return entry
 

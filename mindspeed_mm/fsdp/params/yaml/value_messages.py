@@ -43,6 +43,7 @@ def _problem(details: ErrorDetails, root: Node) -> Problem:
 
 def _sentence(kind: str, value: object, context: JsonObject, message: str) -> tuple[str, str]:
     if kind == "mm_value":
+        # Of `value_types.fault`: what is wrong, then what to do.
         what, _, way_out = str(context["message"]).partition(". ")
         return what, way_out
     if kind == "literal_error":

@@ -101,7 +101,9 @@ class FlopCount:
         works: list[ModuleFlops] = []
         for work in self.works:
             looks_within = work.unit.rows == work.unit.keys == sequence
-            works.append(work._replace(unit=work.unit._replace(mask="causal")) if looks_within else work)
+            if looks_within:
+                work = work._replace(unit=work.unit._replace(mask="causal"))
+            works.append(work)
         return replace(self, works=tuple(works))
 
     def of(self, lengths: Lengths) -> ByConvention:
@@ -146,7 +148,8 @@ def _sum(works: Iterable[ModuleFlops], lengths: Lengths) -> ByConvention:
         for total, units in zip(totals, (amount.causal, amount.full), strict=True):
             total[0] += work.forward * units
             total[1] += work.forward * work.gradients * units
-            total[2] += work.forward * units if work.again else 0.0
+            if work.again:
+                total[2] += work.forward * units
     causal, full = (Flops(*total) for total in totals)
     return ByConvention(causal, full)
 

@@ -100,6 +100,7 @@ def _denoised(adapter: DiffusionAdapter, sample: SampleShape, samples: int) -> B
         batch[key] = torch.empty(samples, *shape, device="meta")
     if adapter.transformer_config.get("image_dim") is not None:
         vision = adapter.component_config("image_encoder")
+        # The squares of a CLIP tower, and its class token.
         patches = (vision.get("image_size", 224) // vision.get("patch_size", 14)) ** 2 + 1
         batch["image_embeds"] = torch.empty(samples, patches, 1, device="meta")
     return batch

@@ -49,6 +49,7 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
         token = setting_of(model.config, int, name)
         if token is not None:
             markers.add(token)
+    # A token in front of the patches, which attention sees and no convolution makes.
     extra = int(any(name.endswith(("class_embedding", "cls_token")) for name, _ in model.named_parameters()))
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
@@ -164,6 +165,7 @@ class SoundLengths:
         names, strides, bins, pool = [], [], [], 1
         for name, module in encoder.named_modules():
             if isinstance(module, nn.AvgPool1d):
+                # Encoders of Whisper's kind make one token of two positions.
                 pool = 2
             if not isinstance(module, (nn.Conv1d, nn.Conv2d)):
                 continue
@@ -211,7 +213,9 @@ class SoundLengths:
         for each in frames:
             pieces += self._windows(each)
             positions = sum(self._chunks(each))
-            tokens += positions if self.pool == 1 else (positions - self.pool) // self.pool + 1
+            if self.pool > 1:
+                positions = (positions - self.pool) // self.pool + 1
+            tokens += positions
         return {units.SOUND: pieces, units.SOUND_TOKENS: [tokens]}
 
     def _windows(self, frames: int) -> list[int]:
@@ -228,5 +232,6 @@ class SoundLengths:
 
     def _behind(self, frames: int) -> int:
         for stride in self.strides:
+            # Padded so that a stride of 1 keeps the length.
             frames = (frames - 1) // stride + 1
         return frames

@@ -68,6 +68,7 @@ def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
     name = next((name for name in PEAKS if _fits(name.lower(), words)), None)
     if name is None or (precision == "bf16" and name in _ONLY_HALF):
         return None
+    # 0 stands for what is not published, and becomes None.
     peak = PEAKS[name]
     return {"bf16": peak.half, "fp16": peak.half, "tf32": peak.tf32, "fp32": peak.fp32, "fp8": peak.fp8}[
         precision

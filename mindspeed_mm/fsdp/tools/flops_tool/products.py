@@ -113,6 +113,7 @@ class Reader:
         elif stacks := _stacked_experts(module, own):
             for each, weight in stacks.items():
                 trained = weight.requires_grad or (owner(name), each) in self._adapted
+                # (experts, …): a token goes through a few of them.
                 of_one_expert = 2.0 * weight.numel() / weight.shape[0]
                 flops = of_one_expert * self._experts_a_token(name, module)
                 yield Product(f"{owner(name)}.{each}", "experts", WorkUnit(self._sequence(name)), flops, trained)
@@ -160,6 +161,7 @@ class Reader:
         if sound is not None and own_name in sound.names:
             places = sound.positions_of(own_name)
         sequence = self._sequence(name)
+        # A class token stands beside the patches that a convolution makes.
         if sequence == units.PATCHES:
             sequence = units.CUTS
         flops = 2.0 * conv.weight.numel() * places
@@ -422,8 +424,7 @@ def _value_width(children: Mapping[str, nn.Module], makers: Sequence[str]) -> in
     out = _last_linear(children[named[0]]) if named else None
     if out is None:
         last = _last_linear(children[makers[-1]])
-        sizes = linear_sizes(last) if last is not None else None
-        if sizes is None:
+        if last is None or (sizes := linear_sizes(last)) is None:
             return 0
         return sizes.outputs
     blocks = setting_of(out, list, "_tp_packed_row_blocks")

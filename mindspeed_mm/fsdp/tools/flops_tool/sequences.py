@@ -196,7 +196,10 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
     seeing: list[str] = []
     hearing: list[str] = []
     for name, kind in kinds.items():
-        (hearing if kind == "audio" else seeing).append(name)
+        if kind == "audio":
+            hearing.append(name)
+        else:
+            seeing.append(name)
     sound = vision = None
     if hearing:
         sound = SoundLengths.of(model.get_submodule(hearing[0]))

@@ -90,8 +90,10 @@ class WorkUnit(NamedTuple):
         window = self.window
         if self.mask == "causal" or not window or length <= window:
             return length * length / 2
+        # The first rows do not see a whole window yet.
         if self.mask == "sliding":
             return window * length - window * window / 2
+        # Each chunk is causal by itself, the last one may be shorter.
         chunks, rest = divmod(length, window)
         return chunks * window * window / 2 + rest * rest / 2
 

@@ -108,7 +108,9 @@ class Gathering:
         self.ledger.give_back(buffer)
         if ahead is not None and ahead[1] != buffer:
             self.ledger.give_back(ahead[1])
-        before = self._order[: self._order.index(running)] if running in self._order else []
+        before: list[_RunningUnit] = []
+        if running in self._order:
+            before = self._order[: self._order.index(running)]
         if before and not before[-1].is_gathered:
             self._ahead = (before[-1], self._buffer(before[-1]))
 
@@ -226,6 +228,7 @@ class _RunningUnit:
         """Gradients of all parameters are there, or will not come."""
         self._is_backward = False
         found = [parameter for parameter in self._trained if parameter.grad is not None]
+        # Between micro-batches, what stays whole after the forward pass is not cut after the backward pass.
         if self._all.reduces or self._unit.frees_after_forward:
             self._free()
         if not found and not (self._kept and self._all.reduces):
@@ -242,6 +245,7 @@ class _RunningUnit:
                 size = unit.trained_numel // unit.shards * unit.master.itemsize
                 self._ledger.take(Label(category, self._module), size)
                 self._has_gradients = True
+        # `fully_shard` adds whole gradients of micro-batches up in the type of the reduction.
         elif unit.reduce != unit.compute:
             if not self._kept:
                 label = Label(GRADIENTS, self._module)

@@ -72,9 +72,10 @@ def find_alike(kinds: Sequence[int], longest: int = _LONGEST_PERIOD) -> list[Ali
             left_out = (periods - simulated_periods(period)) * period
             if left_out > saved:
                 best, saved = Alike(start, start + periods * period, period), left_out
+        start += 1
         if best is not None:
             found.append(best)
-        start = start + 1 if best is None else best.end
+            start = best.end
     return found
 
 

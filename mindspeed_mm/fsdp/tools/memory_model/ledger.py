@@ -121,6 +121,7 @@ class MemoryLedger:
         """Most bytes that a process keeps on a host, above what is there already: glibc hands large blocks back when
         they are free, and keeps up to 1 GiB of small ones for the next step (`utils.host_memory`)."""
         changes = self._changes()
+        # First how high the heap of small blocks gets in the whole step, then what is resident when.
         small = highest = 0
         for change in changes:
             if abs(change) < FROM_HEAP_BYTES:

@@ -52,6 +52,7 @@ class SimulatedOffload:
             packed = saved_tensors_hooks(lambda tensor: self._pack(number, tensor), self._unpack)
             with nullcontext() if stays else packed:
                 outputs = forward(*args, **kwargs)
+            # What the module before saved has left while this one computed.
             for parcel in self._alive(number - 1):
                 parcel.home = None
             return outputs

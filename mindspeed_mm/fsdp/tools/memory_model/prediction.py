@@ -369,7 +369,9 @@ class _Step:
 
     def _computed(self, stored: torch.dtype) -> torch.dtype:
         """What sharding gathers a parameter in: bytes of a packed one stay bytes."""
-        return self._compute if self._compute is not None and stored.is_floating_point else stored
+        if self._compute is not None and stored.is_floating_point:
+            return self._compute
+        return stored
 
     def _sharded(self, unit: HeldUnit, parameters: Mapping[str, nn.Parameter]) -> ShardedUnit:
         plan = self._plan.parallel.sharding.section

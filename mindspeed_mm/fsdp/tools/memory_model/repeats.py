@@ -149,6 +149,7 @@ class RepeatedBlocks:
         """Step between the callers of blocks and the blocks, around all hooks. Hooks that come later find the books at
         the block's place."""
         for index in self._alike:
+            # `nn.Module.__call__` takes it in place of `_call_impl`, which runs the hooks.
             self._modules[index]._compiled_call_impl = partial(self._call, index)
             self._modules[index].register_forward_hook(partial(self._await_gradients, index))
 

@@ -151,6 +151,7 @@ class _Unrolling:
                 raise NotAlike(f"{run.blocks[period]} and those behind it differ in '{work[0]}'")
             self._behind[number, work], first, second = alike[0]
             if first:
+                # Backward passes come to the later block first: copies stand in front of whichever comes second.
                 ascends = min(first) < min(second)
                 self._copied[min(second) if ascends else min(first)] = (number, sorted(second), ascends)
 
@@ -229,9 +230,10 @@ class _Unrolling:
         """Position of a simulated block among all of its run."""
         if segment.run < 0:
             return -1
-        run = self._runs[segment.run]
-        is_behind = segment.block >= self._behind[segment.run, segment.work]
-        return segment.block + (run.copies * run.period if is_behind else 0)
+        run, block = self._runs[segment.run], segment.block
+        if block >= self._behind[segment.run, segment.work]:
+            block += run.copies * run.period
+        return block
 
     def _write_copies(self, run: int, segments: Sequence[int], ascends: bool) -> None:
         copies, period = self._runs[run].copies, self._runs[run].period

@@ -78,6 +78,7 @@ def build_distillation(
     @contextmanager
     def teacher() -> Iterator[nn.Module]:
         with reference() as other:
+            # Switched adapters and averages change the model in place, and give no other one.
             yield assembled.model if other is None else other
 
     return DistillationObjective(
@@ -105,7 +106,7 @@ def store_trajectories(arguments: Arguments) -> int:
     dmd = arguments.posttrain.dmd
     folder = TrajectoryFolder.of_run(arguments.model, arguments.training, arguments.posttrain)
     with joined(arguments) as job:
-        data = build_data(arguments, job)
+        data = build_data(arguments.data, arguments.training, arguments.posttrain, job)
         check_encoders((data.train,))
         folder.open()
         loader = build_pass_loader(arguments.data, arguments.training, job.data_share, data.train)
@@ -116,13 +117,15 @@ def store_trajectories(arguments: Arguments) -> int:
         adapter.note_components(data.train.noted_components)
         compute = torch_dtype(arguments.parallel.fsdp_plan.computed_in)
         denoise = Denoiser(adapter, compute, arguments.training.diffusion.guidance)
+        # Loaded once, and only if something is encoded.
         encoders = cache(partial(load_encoders, adapter, job.device))
         captions = Captions(adapter, encoders) if data.train.is_raw else None
         guided, blank = teachers_path(denoise, dmd.guidance_scale), None
         if isinstance(guided, GuidedDenoiser):
             blank = _blank(data.train, captions, dmd.negative_prompt)
         encode = encoder_of(adapter, captions, encoders)
-        write = TrajectoryWriter(folder, guided, teacher, arguments, encode=encode, blank=blank, device=job.device)
+        sections = arguments.training, arguments.posttrain
+        write = TrajectoryWriter(folder, guided, teacher, *sections, encode=encode, blank=blank, device=job.device)
         total, ranks = len(data.train), job.data_share.ranks
         progress = WorkProgress("trajectories", total=math.ceil(total / ranks), rank=job.rank, world_size=ranks)
         for batch in itertools.chain.from_iterable(loader.one_pass()):
@@ -156,6 +159,7 @@ class Captions:
         if caption not in self._kept:
             (found,) = self._adapter.encode_text(self._encoders(), [caption])
             self._kept[caption] = {key: value.cpu() for key, value in found.items()}
+        # The caption that was not asked for longest is forgotten first.
         self._kept.move_to_end(caption)
         if len(self._kept) > _CAPTIONS_KEPT:
             self._kept.popitem(last=False)

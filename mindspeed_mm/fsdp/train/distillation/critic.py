@@ -41,6 +41,7 @@ class Critic:
     def update(self) -> torch.Tensor:
         """Take the gradients that were added up, unless they are not finite; returns their norm, of all ranks."""
         parameters = list(self.model.parameters())
+        # Over all shards: every rank gets the same number, and takes the update or leaves it out.
         norm = grad_norm(parameters)
         if math.isfinite(float(norm)):
             if self.clip_grad > 0:
@@ -106,6 +107,7 @@ class DistillationForwardBackward:
             update counts its samples alike, as if all updates had as many. The critic's is NaN where a gradient of it
             was not finite, so that the step is told, and skipped or stopped at, as any other that is not.
         """
+        # The loader gives each update its own micro-batches: the critic's in front, the student's last.
         size = len(micro_batches) // (self._updates + 1)
         step = self._critic.steps
         set_lr(self._critic.optimizer, self._schedule.at(step))
@@ -128,6 +130,7 @@ class DistillationForwardBackward:
         critic, total = self._critic, torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
             if len(micro_batches) > 1:
+                # Gradients travel over ranks once an update, with the last micro-batch.
                 set_gradient_sync(critic.model, index == len(micro_batches) - 1)
             loss = self._objective.critic_loss(self._student, batch) / denominator
             loss.backward()

@@ -30,14 +30,16 @@ def critic_start(arguments: Arguments) -> Arguments:
     """The configuration of the student, as that of its critic."""
     dmd, training, folder = arguments.posttrain.dmd, arguments.training, critic_folder(arguments.posttrain)
     given = {"model_name_or_path": folder} if folder else {}
-    adapts = training.lora.enable if dmd.critic_lora is None else dmd.critic_lora
-    lora = LoraArguments()
+    adapts, lora = dmd.critic_lora, LoraArguments()
+    if adapts is None:
+        adapts = training.lora.enable
     if adapts:
         own = {"enable": True, "pretrained_lora_path": None, "frozen_adapters": ()}
         lora = training.lora.model_copy(update=own)
     changed = {
         "lora": lora,
         "lr": dmd.lr_critic or training.lr,
+        # A beta may be 0, which is a value, too.
         "adam_beta1": training.adam_beta1 if dmd.beta1_critic is None else dmd.beta1_critic,
         "adam_beta2": training.adam_beta2 if dmd.beta2_critic is None else dmd.beta2_critic,
     }

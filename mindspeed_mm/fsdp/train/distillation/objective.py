@@ -115,7 +115,9 @@ class DistillationObjective:
     def describe(self) -> str:
         """Return a phrase for the log: steps, blocks and updates of the critic."""
         few, dmd = self._student.few, self._arguments
-        blocks = f", blocks of {few.num_frame_per_block} latent frames" if few.num_frame_per_block else ""
+        blocks = ""
+        if few.num_frame_per_block:
+            blocks = f", blocks of {few.num_frame_per_block} latent frames"
         return (
             f"distribution matching into {len(few.denoising_step_list)} steps{blocks}; the teacher is "
             f"{self._teacher.described}, guided by {dmd.guidance_scale:g}; {dmd.dfake_gen_update_ratio} updates of the "
@@ -126,6 +128,7 @@ class DistillationObjective:
         """The student's loss, a sum over samples."""
         x = self._student(model, batch, self._exits(batch))
         with torch.no_grad():
+            # Teacher and critic only say which way the sample should move: the student's loss trains neither.
             gradient = self._gradient(x.detach(), batch)
         return {STUDENT: dmd_loss(x, gradient)[: real_rows(batch)].sum()}
 
@@ -146,6 +149,7 @@ class DistillationObjective:
             x = self._student(student, batch, self._exits(batch))
         noise = batch["_noise"].to(x.dtype)
         predicted = self._student.denoise(self._critic, self._noised(x, batch), batch["_time"], batch)
+        # noise - x is the velocity of the straight path from the sample to its noise.
         errors = (predicted - (noise - x)).square().flatten(1).mean(dim=1)
         return errors[: real_rows(batch)].sum()
 
@@ -153,7 +157,9 @@ class DistillationObjective:
 
     def _gradient(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         noisy, time = self._noised(x, batch), batch["_time"]
+        # (batch, 1, …), for the broadcast over latents.
         level = time.view(-1, *[1] * (x.dim() - 1))
+        # What the sample would be without its noise: by the student's distribution, and by the teacher's.
         fake = clean(noisy, self._student.denoise(self._critic, noisy, time, batch), level)
         with self._teacher.entered() as model:
             real = clean(noisy, self._teacher.denoise(model, noisy, time, batch), level)

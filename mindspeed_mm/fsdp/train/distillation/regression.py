@@ -65,6 +65,7 @@ class TrajectoryRegression:
         prepared = dict(self._encode(batch))
         shape = tuple(prepared[LATENTS].shape[1:])
         spans, few = self._student.spans(shape), self._student.few
+        # The student's, falling, and behind them the clean end.
         levels = (*few.levels(student_shift(self._adapter, few, shape)), 0.0)
         noisy: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
@@ -74,6 +75,7 @@ class TrajectoryRegression:
             chosen = self._levels(epoch, sample, len(levels) - 1, len(spans))
             pieces = [states[chosen[0]]]
             if few.num_frame_per_block is not None:
+                # States are (channels, frames, height, width): each block comes from the one at its level.
                 pieces = [states[at][:, first:end] for at, (first, end) in zip(chosen, spans, strict=True)]
             noisy.append(torch.cat(pieces, dim=1))
             ends.append(states[-1])
@@ -105,13 +107,16 @@ class TrajectoryRegression:
         errors = (found - batch["_clean"].to(found.dtype)).square()
         if self._student.few.num_frame_per_block is not None:
             errors = errors.transpose(1, 2)  # frames in front
+        # → (batch, blocks); a sample that is drawn at once is one block.
         of_blocks = errors.unflatten(1, (batch["_time"].shape[1], -1)).flatten(2).mean(dim=2)
         return {ODE: of_blocks[: real_rows(batch)].sum()}
 
     def describe(self) -> str:
         """Return a phrase for the log: steps, blocks and where the trajectories are."""
         few = self._student.few
-        blocks = f", blocks of {few.num_frame_per_block} latent frames" if few.num_frame_per_block else ""
+        blocks = ""
+        if few.num_frame_per_block:
+            blocks = f", blocks of {few.num_frame_per_block} latent frames"
         return (
             f"regression into {len(few.denoising_step_list)} steps{blocks}, on the teacher's trajectories in "
             f"{self._folder.path}"
@@ -130,7 +135,9 @@ def build_regression(
     """The student and its teacher's trajectories.
 
     Args:
-        arguments: The whole configuration.
+        model: The folder of the teacher, unless `posttrain` names one.
+        training: The seed, and weights to start from.
+        posttrain: The student's steps, and where the trajectories are.
         data: What gives captions.
         denoise: The path through the student.
         encoders: Gives the frozen encoders, which are loaded when they are asked for first.
@@ -170,7 +177,8 @@ def simulated_regression(
     """The regression without trajectories, whose batches are of the same shapes.
 
     Args:
-        arguments: The whole configuration.
+        training: The seed, and the guidance that the model is told.
+        posttrain: The student's steps.
         adapter: The family.
         compute_dtype: What the transformer computes in.
     """

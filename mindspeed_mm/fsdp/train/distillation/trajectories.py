@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.loss.denoising import noise_of, real_rows, shift_sigma
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, blank_text
-from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments, PosttrainArguments, TrainingArguments
+from mindspeed_mm.fsdp.params.argument import ModelArguments, PosttrainArguments, TrainingArguments
 from mindspeed_mm.fsdp.sampling.few_steps import student_shift
 
 KEY = "posttrain.reference.path"
@@ -47,6 +47,7 @@ def teacher_grid(few: FewSteps, steps: int, shift: float) -> tuple[list[float], 
         steps: `posttrain.dmd.num_inference_steps`.
         shift: s, of the size of the sample.
     """
+    # Fractions: the student's steps are looked up among the teacher's, which rounding would hide.
     own = [Fraction(step, 1000) for step in few.denoising_step_list]
     shares = sorted({*own, *(Fraction(left, steps) for left in range(steps + 1))}, reverse=True)
     kept = [*map(shares.index, own), len(shares) - 1]
@@ -70,6 +71,7 @@ def draw_trajectories(
     x, states = start, [start]
     for level, following in itertools.pairwise(levels):
         time = torch.full((len(x),), level, dtype=x.dtype, device=x.device)
+        # The model gives dx/dlevel, and levels fall.
         x = x + (following - level) * denoise(model, x, time, batch)
         states.append(x)
     return torch.stack([states[index] for index in kept], dim=1)
@@ -117,7 +119,9 @@ class TrajectoryFolder:
         stored = read_json_object(noted, ConfigError, key=KEY)
         for name, fact in self._facts.items():
             if stored.get(name) != fact:
-                values = f" ({stored.get(name)}, and the run has {fact})" if "." in name else ""  # others are hashes
+                values = ""
+                if "." in name:  # a key; others are hashes
+                    values = f" ({stored.get(name)}, and the run has {fact})"
                 raise ConfigError(
                     f"the trajectories are of other {name}{values}",
                     where=str(self.path),
@@ -183,7 +187,9 @@ def _facts_of(model: ModelArguments, training: TrainingArguments, posttrain: Pos
     dmd = posttrain.dmd
     own = posttrain.reference.model_name_or_path
     folder = own or weights_folder_of_load(training.load) or model.model_name_or_path
-    facts = {} if folder is None else {"weights": base_weights_mark(Path(folder))}
+    facts = {}
+    if folder is not None:
+        facts["weights"] = base_weights_mark(Path(folder))
     for name in ("denoising_step_list", "timestep_shift", "guidance_scale", "negative_prompt", "num_inference_steps"):
         facts[f"posttrain.dmd.{name}"] = str(dmd[name])
     return facts | {"training.diffusion.shift": str(training.diffusion.shift)}
@@ -206,7 +212,9 @@ def identities(batch: Batch) -> list[str]:
             value = batch[key]
             if isinstance(value, torch.Tensor):
                 numbers = value[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-                digest.update(numbers.rstrip(b"\0") if captions is None else numbers)
+                if captions is None:  # features are padded to the longest of their batch
+                    numbers = numbers.rstrip(b"\0")
+                digest.update(numbers)
         found.append(digest.hexdigest()[:32])
     return found
 
@@ -218,7 +226,8 @@ class TrajectoryWriter:
         folder: Where they are kept.
         denoise: With the teacher's guidance.
         teacher: The model, sharded or not.
-        arguments: The whole configuration.
+        training: The seed of the noise.
+        posttrain: The student's steps, and the teacher's.
         encode: Raw batch → latents in the size of the sample, and text features.
         blank: Features of the prompt that guidance leads away from, of one sample.
         device: Of the teacher.
@@ -229,21 +238,23 @@ class TrajectoryWriter:
         folder: TrajectoryFolder,
         denoise: Denoiser,
         teacher: nn.Module,
-        arguments: Arguments,
+        training: TrainingArguments,
+        posttrain: PosttrainArguments,
         *,
         encode: Callable[[Batch], Batch],
         blank: dict[str, torch.Tensor] | None,
         device: torch.device,
     ) -> None:
-        few = FewSteps.of_run(arguments.training, arguments.posttrain)
+        few = FewSteps.of_run(training, posttrain)
         assert few is not None
         self._folder, self._denoise, self._teacher, self._few = folder, denoise, teacher, few
-        self._steps, self._seed = arguments.posttrain.dmd.num_inference_steps, arguments.training.seed
+        self._steps, self._seed = posttrain.dmd.num_inference_steps, training.seed
         self._encode, self._blank, self._device = encode, blank, device
 
     def __call__(self, batch: Batch) -> None:
         """Draw those of a micro-batch, unless all ranks have theirs. Called by every rank."""
         names = identities(batch)[: real_rows(batch)]
+        # A sharded teacher runs on all ranks or on none.
         if not _on_any_rank(not all(map(self._folder.has, names))):
             return
         batch = dict(self._encode(batch))
@@ -258,6 +269,7 @@ class TrajectoryWriter:
             there[key] = value.to(self._device) if isinstance(value, torch.Tensor) else value
         levels, kept = teacher_grid(self._few, self._steps, student_shift(self._denoise.adapter, self._few, shape))
         states = draw_trajectories(self._denoise, self._teacher, there, start.to(self._device), levels, kept)
+        # Blank rows behind the real ones have no name: they are drawn and not kept.
         for name, of_sample in zip(names, states, strict=False):
             if not of_sample.isfinite().all():
                 raise DataError("its trajectory is not finite", where=name, way_out="Look at the teacher's weights.")

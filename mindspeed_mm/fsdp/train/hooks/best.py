@@ -128,6 +128,7 @@ class BestHook(Hook):
         self._known = BestSoFar(self._known.metric, self._known.min_delta, history).until(engine.iteration)
         self._keep_best()
         step = engine.iteration
+        # The last start ended between the checkpoint of this step and its measurement.
         if self._saves and step and (not self._known.history or self._known.history[-1][0] < step):
             self._make_up(engine, step)
         self._stop_if_patience_is_over(engine)
@@ -158,6 +159,7 @@ class BestHook(Hook):
         random_state = capture_rng()
         for each in due:
             each.measure(engine)
+        # Measuring must not change which numbers the next step draws.
         restore_rng(random_state)
         if due:
             self._take(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -139,7 +139,10 @@ class CheckpointHook(Hook):
 
     def _save_for_others(self, engine: TrainEngine, saves: HuggingFaceSaves) -> None:
         """As `mm export` does: the moving average of the weights, where there is one."""
-        with engine.ema.applied() if engine.ema is not None and engine.ema.is_result else nullcontext():
+        weights: AbstractContextManager[object] = nullcontext()
+        if engine.ema is not None and engine.ema.is_result:
+            weights = engine.ema.applied()
+        with weights:
             saves.save(engine.iteration, engine.model)
 
     def _tell(self) -> None:

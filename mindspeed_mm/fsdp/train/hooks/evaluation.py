@@ -21,7 +21,8 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
 from mindspeed_mm.fsdp.distributed.tensor.collectives import whole_logits
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import ModelArguments
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.evaluate_args import METRIC_NAMES, EvaluateArguments
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -57,15 +58,19 @@ class HeldOutQuestions:
     media_dir: Path
 
     @classmethod
-    def of(cls, arguments: Arguments) -> HeldOutQuestions:
+    def of(cls, asked: EvaluateArguments, param: DatasetParam, model: ModelArguments) -> HeldOutQuestions:
         """What `training.evaluate` names.
+
+        Args:
+            asked: The section.
+            param: The training data: questions are shown as its rows are.
+            model: Its folder has the processor, where the data name none.
 
         Raises:
             ConfigError: There is no processor, or the best metric is that of a task that no question belongs to.
             DataError: The file is missing, or rows are bad.
         """
-        asked, param = arguments.training.evaluate, arguments.data.dataset_param
-        folder = param.preprocess_parameters.model_name_or_path or arguments.model.model_name_or_path
+        folder = param.preprocess_parameters.model_name_or_path or model.model_name_or_path
         if folder is None:
             raise ConfigError(
                 "questions are shown by a model folder's processor, and there is none",
@@ -127,7 +132,7 @@ def evaluation_hook(parts: RunParts) -> EvaluationHook:
     elif state.sizes.tp > 1:
         of_layers = state.axis_group("tp")
     return EvaluationHook(
-        HeldOutQuestions.of(parts.arguments),
+        HeldOutQuestions.of(asked, parts.arguments.data.dataset_param, parts.arguments.model),
         asked,
         parts.record,
         RunFolder(save).evaluation / FOLDER if save else None,
@@ -207,6 +212,7 @@ class EvaluationHook(Hook):
     def measure(self, engine: TrainEngine) -> None:
         """Answer the held-out questions, score the answers and record the scores. Called by all ranks."""
         began = time.monotonic()
+        # Generation may draw random numbers, which the next step would miss.
         random_state = capture_rng()
         with engine.evaluating(), resident(engine.model), whole_logits(engine.model):
             answers = self._ranks.each("answering the held-out questions", lambda: self._answer_own(engine))
@@ -234,6 +240,7 @@ class EvaluationHook(Hook):
                 self._own, self._held_out.media(), sampling=greedy, batch_size=self._asked.batch_size
             )
             while True:
+                # A limit for each batch: all of them may take longer than a step.
                 with engine.phase("evaluation", engine.training.step_timeout_s):
                     batch = next(batches, None)
                 if batch is None:

@@ -280,7 +280,9 @@ def _bad_samples(counts: Sequence[DataCounts]) -> dict[str, str]:
 def summary_hook(parts: RunParts) -> Hook:
     """The hook, which every run has."""
     folder = parts.arguments.model.model_name_or_path
-    options = parts.family.trial_options(parts.assembled.model) if folder and _answers_or_draws(Path(folder)) else None
+    options = None
+    if folder and _answers_or_draws(Path(folder)):
+        options = parts.family.trial_options(parts.assembled.model)
     return SummaryHook(parts.record.progress.note, parts.arguments.training.save, options)
 
 
@@ -300,6 +302,7 @@ class SummaryHook(Hook):
 
     def __init__(self, note: Callable[[str], None], save: str | None, trial_options: str | None) -> None:
         self._note, self._save, self._trial_options = note, save, trial_options
+        # (step, loss); step 0 is none.
         self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
         self._began = time.monotonic()
 
@@ -341,7 +344,9 @@ class SummaryHook(Hook):
             told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
         self._note(f"run    {self._save}, {told}")
         run = quoted(self._save)
-        trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
+        trial = ""
+        if self._trial_options:
+            trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; "
         self._note(f"next   {trial}mm report {run}")
 
     def on_failure(self, engine: TrainEngine) -> None:

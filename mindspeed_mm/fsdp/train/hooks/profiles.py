@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError, MMError
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import FeatureArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.tools_args import MemoryProfile, Profile, ToolsArguments
 from mindspeed_mm.fsdp.tools.memory_profiler import MemoryProfiler, idle_settings
 from mindspeed_mm.fsdp.tools.profile_request import REQUEST_FILE, ProfileRequest, read_request
@@ -39,6 +39,12 @@ def existing_ranks(ranks: tuple[int, ...], world_size: int, key: str) -> tuple[i
                 way_out=f"Name ranks from 0 to {world_size - 1}, or [-1] for all.",
             )
     return ranks
+
+
+def _run_folder(training: TrainingArguments) -> Path | None:
+    if training.save:
+        return Path(training.save)
+    return None
 
 
 def within(run_folder: Path | None, path: str) -> Path:
@@ -84,28 +90,36 @@ def check_reached(first: int, end: int, engine: TrainEngine, section: str, note:
 
 def memory_profile_hook(parts: RunParts) -> Hook | None:
     """The hook, where `tools.memory_profile` asks for this rank."""
-    return build_memory_profile_hook(parts.arguments, parts.job.rank, parts.job.world_size, parts.record.note)
+    run, job = parts.arguments, parts.job
+    memory = run.tools.memory_profile
+    return build_memory_profile_hook(memory, run.features, run.training, job.rank, job.world_size, parts.record.note)
 
 
-def build_memory_profile_hook(arguments: Arguments, rank: int, world_size: int, note: Note) -> Hook | None:
+def build_memory_profile_hook(
+    memory: MemoryProfile,
+    features: FeatureArguments,
+    training: TrainingArguments,
+    rank: int,
+    world_size: int,
+    note: Note,
+) -> Hook | None:
     """The profiler of memory that the configuration asks for on this rank.
 
     Raises:
         ConfigError: A rank that is not there.
     """
-    memory = arguments.tools.memory_profile
     if not memory.enable:
         return None
     ranks = existing_ranks(memory.dump_ranks, world_size, "tools.memory_profile.dump_ranks")
     for words in idle_settings(memory):
         note(f"warning: {words}")
-    may_compile = arguments.features.compile is True or get_device_type() != "cpu"
-    if arguments.features.compile and may_compile:
+    # `auto` compiles on accelerators alone.
+    may_compile = features.compile is True or get_device_type() != "cpu"
+    if features.compile and may_compile:
         note("memory: while it is recorded, compiled blocks run as if features.compile were off")
     if rank not in ranks:
         return None
-    run_folder = Path(arguments.training.save) if arguments.training.save else None
-    return MemoryProfileHook(memory, within(run_folder, memory.save_path), rank, note)
+    return MemoryProfileHook(memory, within(_run_folder(training), memory.save_path), rank, note)
 
 
 class MemoryProfileHook(Hook):
@@ -170,16 +184,18 @@ before that, without telling each other."""
 
 def time_profile_hook(parts: RunParts) -> Hook | None:
     """The hook, where `tools.profile` asks for this rank."""
-    return build_time_profile_hook(parts.arguments, parts.job.rank, parts.job.world_size, parts.record.note)
+    run, job = parts.arguments, parts.job
+    return build_time_profile_hook(run.tools.profile, run.training, job.rank, job.world_size, parts.record.note)
 
 
-def build_time_profile_hook(arguments: Arguments, rank: int, world_size: int, note: Note) -> Hook | None:
+def build_time_profile_hook(
+    profile: Profile, training: TrainingArguments, rank: int, world_size: int, note: Note
+) -> Hook | None:
     """The profiler of time that the configuration asks for on this rank.
 
     Raises:
         ConfigError: A rank that is not there, or nothing that could be recorded on this device.
     """
-    profile = arguments.tools.profile
     if not profile.enable:
         return None
     ranks = existing_ranks(profile.ranks, world_size, "tools.profile.ranks")
@@ -187,8 +203,7 @@ def build_time_profile_hook(arguments: Arguments, rank: int, world_size: int, no
         note(f"warning: {words}")
     if rank not in ranks:
         return None
-    run_folder = Path(arguments.training.save) if arguments.training.save else None
-    return _time_hook(profile, run_folder, rank, ranks, note)
+    return _time_hook(profile, _run_folder(training), rank, ranks, note)
 
 
 def _time_hook(profile: Profile, run_folder: Path | None, rank: int, ranks: tuple[int, ...], note: Note) -> Hook:
@@ -274,6 +289,7 @@ class StaticProfileHook(_TimeHook):
         """See that the steps are reached; they may begin at once."""
         chosen, key = self._chosen, "tools.profile.static_param"
         if check_reached(chosen.first, chosen.end, engine, key, self._note):
+            # A run that is resumed may come into the middle of the window.
             first = max(chosen.first, engine.iteration + 1)
             self._window = Window(first, min(chosen.end, engine.last_step + 1), chosen.settings)
             self._begin(engine)
@@ -340,6 +356,7 @@ class DynamicProfileHook(_TimeHook):
         elif self._aligned == 1:
             first = done + 1
         else:
+            # Rounded up. Another rank may be in step `done` + 1 before it looks: the one after is the earliest.
             first = -(-(done + 2) // self._aligned) * self._aligned
         self._note(f"profile: steps {first} to {first + request.steps - 1} will be recorded")
         return Window(first, first + request.steps, request.settings)

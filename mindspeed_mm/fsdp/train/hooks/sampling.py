@@ -124,8 +124,9 @@ class SampleHook(Hook):
         limit_s = engine.training.step_timeout_s * steps  # a denoising step is less than one of training
         with self._encoders_on(sampler, engine.device), engine.evaluating():
             for batch, is_kept in deal_in_step(batches, self._rank, self._world_size):
+                own = share if is_kept and self._keeps else None
                 with engine.phase("sampling", limit_s):
-                    self._make(sampler, batch, sampling, engine.iteration, share if is_kept and self._keeps else None)
+                    self._make(sampler, batch, sampling, engine.iteration, own)
         return share
 
     def _make(
@@ -190,6 +191,7 @@ class SampleHook(Hook):
         for entry in entries[:_MOST_SHOWN]:
             shown[f"samples/{Path(entry['file']).stem}"] = folder / entry["file"]
         self._record.show(shown, step)
+        # What several ranks found alike is told once.
         for problem in dict.fromkeys(problems):
             self._record.note(f"warning: sampling: {problem}", step)
         line = f"step {step}: {len(lines)} samples in {folder} ({seconds:.1f} s)"

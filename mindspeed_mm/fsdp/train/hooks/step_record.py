@@ -100,6 +100,7 @@ def _only_cut_axis(tensor: DTensor) -> int | None:
         for axis, placement in enumerate(tensor.placements)
         if tensor.device_mesh.size(axis) > 1 and not isinstance(placement, Replicate)
     ]
+    # Not `isinstance`: pieces of a strided shard, a subclass, are in another order.
     if len(placed) == 1 and type(placed[0][1]) is Shard:
         return placed[0][0]
     return None
@@ -127,6 +128,7 @@ def _gathered(cuts: Sequence[_Cut], group: dist.ProcessGroup) -> dict[str, torch
         own = torch.cat([cut.tensor.to_local().reshape(-1) for cut in cuts])
     sizes = [[math.prod(cut.shape_on(rank)) for cut in cuts] for rank in range(group.size())]
     longest = max(map(sum, sizes))
+    # `all_gather` takes pieces of one length: padded to the longest, and cut again below.
     parts = list(own.new_empty(group.size(), longest))
     dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
     pieces = [part[: sum(of_rank)].split(of_rank) for part, of_rank in zip(parts, sizes, strict=True)]

@@ -61,6 +61,7 @@ def candidates(arguments: Arguments, batch: Batch, device_type: str) -> Iterator
     if plan.param_dtype is None:
         yield Change({"parallel.fsdp_plan.param_dtype": "bf16"})
     if training.micro_batch_size > 1 and _rows(batch) > 1:
+        # As many samples a step: half the rows, twice as often.
         rows, more = -(-training.micro_batch_size // 2), training.gradient_accumulation_steps * 2
         settings = {"training.micro_batch_size": rows, "training.gradient_accumulation_steps": more}
         yield Change(settings, rows_share=0.5)
@@ -80,6 +81,7 @@ def candidates(arguments: Arguments, batch: Batch, device_type: str) -> Iterator
     cutoff = arguments.data.dataset_param.basic_parameters.cutoff_len
     if is_text and cutoff and batch["input_ids"].shape[-1] * 2 > cutoff:
         yield Change({"data.dataset_param.basic_parameters.cutoff_len": cutoff // 2}, tokens_share=0.5)
+    # From here on what a user may not want: other hardware, another kind of training.
     yield Change({}, ranks=2)
     if not training.lora.enable and not arguments.model.train_from_scratch:
         yield Change({"training.lora.enable": True})

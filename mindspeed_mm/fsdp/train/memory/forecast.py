@@ -116,6 +116,7 @@ def _forecast(
     model.train()
     family = family_of(model, arguments, torch.device("meta"))
     objective = family.build_simulated_objective(outline, head, plan)
+    # Objectives begin the names of what they prepare with an underscore.
     is_prepared = any(key.startswith("_") for key in batch)
     notes = []
     if outline.adapter is not None and "pixels" in batch and not is_prepared:
@@ -219,6 +220,7 @@ def with_vae(
     alive, phase = ledger.alive_at(ledger.peak()), ledger.phase_at(ledger.peak())
     if alive.total() > sum(prediction.at_peak.values()):
         prediction = replace(prediction, at_peak=alive, phase=phase)
+    # Pictures are encoded in front of the step: of the two, the larger one counts.
     in_step = prediction.resident - prediction.device_static
     resident = prediction.device_static + held + max(in_step, ledger.resident())
     return replace(prediction, vae=held, resident=resident)
@@ -255,6 +257,7 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
         return 0
     outline = reference_outline(arguments)
     outline.model.requires_grad_(False)
+    # What is never trained is kept in the type that it computes in.
     set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
     plan = resolve_plan(outline, reference_start(arguments), sizes, trains=False)
     return _held_bytes(outline, plan, arguments.parallel)
@@ -291,6 +294,7 @@ def blocks_bytes(parallel: ParallelArguments, posttrain: PosttrainArguments, ada
     if not trains_critic(posttrain) or size is None:
         return 0
     rows, *shape = batch["latents"].shape
+    # (channels, frames, height, width), without the block that is being drawn.
     finished = (shape[0], max(0, shape[1] - size), *shape[2:])
     compute = torch_dtype(parallel.fsdp_plan.param_dtype) or torch.float32
     return int(rows * adapter.kept_of_blocks(adapter.geometry.tokens(finished)) * compute.itemsize)

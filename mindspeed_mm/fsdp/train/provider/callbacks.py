@@ -63,6 +63,7 @@ class Callbacks:
             given = {name: value for name, value in stages.items() if name in names}
         _refuse_unfilled(self.model_provider, "model_provider", given)
         model: Any = self.model_provider(**given)
+        # Megatron's `get_model` gives a list, one entry a virtual stage.
         if isinstance(model, (list, tuple)) and len(model) == 1:
             model = model[0]
         if not isinstance(model, nn.Module):
@@ -169,12 +170,14 @@ def _read_loss(returned: object) -> LossValue:
     loss = parts[0]
     if loss.numel() != 1:
         raise ConfigError(f"returned shape {tuple(loss.shape)}", key="loss_func", way_out="Return one number.")
+    # A validation computes without gradients.
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(
             "returned a loss that depends on no trained parameter",
             key="loss_func",
             way_out="Compute it from the model's output, without detach() or item().",
         )
+    # Sums over micro-batches need more digits than bf16 has.
     loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
     tokens = _number_of_tokens(parts[1], loss) if len(parts) == 3 else None
     return LossValue(loss, tokens, _checked_report(parts[-1]))

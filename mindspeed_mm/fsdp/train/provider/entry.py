@@ -51,6 +51,7 @@ def _exit_with(error: MMError) -> NoReturn:
     if os.environ.get("MM_TRACEBACK") == "1":
         text = "".join(traceback.format_exception(error))
     prefix = "" if rank == "0" else f"[rank {rank}] "
+    # `os._exit` drops what is still buffered.
     sys.stdout.flush()
     say(textwrap.indent(text.rstrip("\n"), prefix, lambda _line: True), err=True)
     if error.exit_code != ExitCode.RESUMABLE and "RANK" in os.environ:

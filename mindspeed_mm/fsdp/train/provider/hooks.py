@@ -24,7 +24,7 @@ from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import ModelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective, reduce_reports
 from mindspeed_mm.fsdp.train.run.data import Pass
@@ -79,7 +79,9 @@ def reported(reports: Sequence[JsonObject], ranks: dist.ProcessGroup | None) -> 
     sums: dict[str, torch.Tensor] = {}
     for report in everyone:
         for name, number in report.items():
-            sums[name] = sums[name] + number if name in sums else number
+            if name in sums:
+                number = sums[name] + number
+            sums[name] = number
     means = {}
     for name, number in sums.items():
         total, divisor = number.tolist()
@@ -177,9 +179,8 @@ class TestSetHook(Hook):
 class MegatronSaves:
     """Writes `<save>_megatron/iter_0000123/release/mp_rank_…/model_optim_rng.pt` of the Hugging Face folder that was
     saved at the same step, and the tracker that names the newest; what belongs to a checkpoint that was deleted is
-    deleted too. `--load` takes `<save>_megatron`, or a step of it, weights alone: a run is resumed from its own
-    checkpoints. It lies beside the run folder, in which no conversion may
-    write.
+    deleted too. `--load` takes the weights of `<save>_megatron`, or of a step of it; a run is resumed from its own
+    checkpoints. The folder is next to the run folder, since no conversion may write into that.
 
     Args:
         save: The run folder.
@@ -212,14 +213,14 @@ class MegatronSaves:
         write_tracker(self._home, max(list_iterations(self._home)))
 
 
-def why_not(arguments: Arguments) -> str:
+def why_not(model: ModelArguments, training: TrainingArguments) -> str:
     """Why a run cannot write Megatron's layout; empty where it can."""
-    folder = arguments.model.model_name_or_path
-    if arguments.training.save is None:
+    folder = model.model_name_or_path
+    if training.save is None:
         return "nothing is saved"
     if folder is None:
         return "the model has no folder, which names its family"
-    if arguments.training.lora.enable:
+    if training.lora.enable:
         return "adapters are saved alone"
     if (Path(folder) / GENERATOR_INDEX).is_file():
         return "mm-convert mm_to_hf and resplit read a generator's run as it is"
@@ -242,6 +243,7 @@ def division_of(sizes: ParallelSizes, stages: StagePlan | None, folder: Path) ->
         return ParallelConfig(tp_size=sizes.tp, ep_size=sizes.ep)
     config = model_config(folder)
     depths = family_of(config, str(folder)).model(config).depths
+    # With virtual stages, each rank has one stage a lap.
     laps = range(stages.stages // stages.ranks)
     text = []
     for lap in laps:

@@ -165,12 +165,14 @@ class ProvidedLoader:
             if len(step) < size:
                 raise self._ended(steps)
             if steps == 0:
+                # In the first step alone: a checksum of each batch would cost time.
                 check_different(step, self._group)
             steps += 1
             yield [self._prepare(batch) for batch in step]
 
     def _endless(self) -> Iterator[object]:
         """Micro-batches of this rank, epoch after epoch; `position` is behind the one that was yielded last."""
+        # The index counts micro-batches of all data ranks.
         epoch, skip = self.position.epoch, self.position.index // self.deal.dp_size
         if positions_itself(self._source):
             skip = 0
@@ -181,6 +183,7 @@ class ProvidedLoader:
                 if found > skip:
                     self.position = DataPosition(epoch, found * self.deal.dp_size)
                     yield batch
+            # An iterator cannot begin again, and an empty loader would be asked for ever.
             if isinstance(self._source, Iterator) or not found:
                 return
             epoch, skip = epoch + 1, 0
@@ -211,8 +214,11 @@ class ProvidedLoader:
         loader = spread_over_ranks(as_loader(source, self.deal, self._loading), self.deal)
         check_sharded(loader, self.deal.dp_size)
         length = length_of(loader)
-        most = torch.tensor(micro_batches if length is None else min(micro_batches, length))
+        if length is not None:
+            micro_batches = min(micro_batches, length)
+        most = torch.tensor(micro_batches)
         if self._group is not None:
+            # Ranks must call a sharded model equally often.
             dist.all_reduce(most, op=dist.ReduceOp.MIN, group=self._group)
         count = int(most)
 
@@ -243,6 +249,7 @@ def as_batch(given: object, number: int, rows: int) -> Batch:
         return planned
     labels = planned.get("labels")
     if isinstance(labels, torch.Tensor) and labels.ndim == 2:
+        # (batch, length): a place is trained on the token behind it; the last one has none.
         shifted = {"shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)}
         planned = shifted | planned
     ids = [f"micro-batch {number} row {row}" for row in range(rows_of(given) or rows)]
@@ -384,6 +391,7 @@ def same_rows() -> ConfigError:
 def _feed(digest: hashlib._Hash, value: object) -> None:
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
+        # The same bytes may be other numbers, or another shape.
         digest.update(str((plain.dtype, tuple(plain.shape))).encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):

@@ -80,7 +80,9 @@ class ProviderObjective:
     def tokens(self, batch: Batch) -> BatchTokens:
         """Token ids that are not padding; zeros where a batch has none."""
         ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
-        trained = int((labels != IGNORED_LABEL).sum()) if isinstance(labels, torch.Tensor) else 0
+        trained = 0
+        if isinstance(labels, torch.Tensor):
+            trained = int((labels != IGNORED_LABEL).sum())
         if not isinstance(ids, torch.Tensor):
             return BatchTokens(0, trained)
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:

@@ -85,8 +85,10 @@ class ProviderTrainer(Trainer):
         options: TrainOptions | None = None,
         hooks: Sequence[Hook | Callable[[StepResult], object]] = (),
     ) -> None:
+        if isinstance(config, str):
+            config = Path(config)
         if not isinstance(config, ResolvedConfig):
-            config = load_with_plugins(Path(config) if isinstance(config, str) else config)
+            config = load_with_plugins(config)
         builds = callbacks.model_provider is not None
         given = GivenObjects(build_model=self._build_model if builds else None)
         self.callbacks, self.scaling = callbacks, scaling or ProviderOptions()
@@ -160,15 +162,17 @@ class ProviderTrainer(Trainer):
 
     def _open(self, loader: ProvidedLoader, engine: TrainEngine, total_steps: int) -> None:
         """Ask for the data, now that the model stands as the run goes on with it."""
+        # Data providers read `consumed_train_samples` of a run that goes on.
         ArgumentsHook(self.args).on_train_begin(engine)
         deal, interval = loader.deal, self.arguments.training.val_interval
+        # One more than there are whole intervals, as Megatron counts them.
         validations = (total_steps // interval + 1) if interval else 0
         steps = (total_steps, validations * self.scaling.eval_iters, self.scaling.eval_iters)
         self._provided = self.callbacks.build_data([number * deal.global_batch for number in steps])
         loader.open(self._provided.train, range(engine.iteration, total_steps))
 
     def _with_megatron_saves(self, parts: RunParts, record: RunRecord) -> RunParts:
-        if reason := why_not(self.arguments):
+        if reason := why_not(self.arguments.model, self.arguments.training):
             record.note(f"--ckpt-format torch: checkpoints are distributed ones alone: {reason}")
             return parts
         training, plan = self.arguments.training, parts.assembled.plan.parallel
@@ -200,10 +204,8 @@ class ProviderTrainer(Trainer):
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         hooks: list[Hook] = [ArgumentsHook(self.args)]
         assert self.engine is not None
-        if isinstance(
-            objective := self.engine.objective, ProviderObjective
-        ):  # before a checkpoint says the step is done
-            interval = self.arguments.training.log_interval
+        objective, interval = self.engine.objective, self.arguments.training.log_interval
+        if isinstance(objective, ProviderObjective):  # before a checkpoint says the step is done
             hooks.append(ReportHook(objective, parts.record, interval, self.engine.all_ranks))
         hooks += super()._build_hooks(parts)
         if self.options.plain_lines and self.arguments.training.save:
@@ -217,6 +219,7 @@ class ProviderTrainer(Trainer):
         """What the model provider makes, the same on all ranks; of a front the module inside."""
         training = self.arguments.training
         prepare_for_transformers()
+        # As on rank 0, since all ranks must build the same values.
         seed_everything(training.seed, 0)
         with parameters_on_meta() if training.init_model_with_meta_device else nullcontext():
             built = self.callbacks.build_model()

@@ -99,7 +99,9 @@ def build_rollout_order(arguments: Arguments, share: DataShare, prompts: MMDatas
         ahead=posttrain.rollout.ahead,
     )
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
-    folder = Path(training.save) if training.save and (posttrain.rollout.keep or plan.uses > 1) else None
+    folder = None
+    if training.save and (posttrain.rollout.keep or plan.uses > 1):
+        folder = Path(training.save)
     return RolloutOrder(
         _build_prompt_loader(arguments.data, arguments.training, arguments.posttrain, share, prompts), plan, folder
     )
@@ -150,6 +152,7 @@ def _build_prompt_loader(
             # Reading a prompt takes less than answering it: workers would wait.
             param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "enable_preload": False}),
             packs=False,
+            # In prompts: each of them becomes `num_generations` samples.
             micro_batch_size=samples // grpo.num_generations,
             gradient_accumulation_steps=grpo.steps_per_generation,
             dp_rank=share.rank,
@@ -207,7 +210,7 @@ def build_policy_objective(
     """The loss on sampled answers.
 
     Args:
-        arguments: The whole configuration.
+        posttrain: The section.
         assembled: The policy.
         data: Of the run.
         reference: Of the KL term.
@@ -219,6 +222,7 @@ def build_policy_objective(
     if isinstance(reference, FrozenModel):
         seeing.append(reference.model)
     correction = None
+    # Servers compute probabilities a little differently: importance weights make up for it.
     if rollout.backend != "transformers" and rollout.correction != "none":
         correction = (rollout.correction, rollout.correction_max)
     return PolicyObjective(
@@ -278,11 +282,14 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
     source.server = SERVERS[rollout.backend](rollout.base_url, TIMEOUT_S, rollout.api_key_env)
     source.speaks = job.rank == 0
     ranks = Ranks()
+    # Asked with a short limit: a server that is away should not hold up the start.
     checked = SERVERS[rollout.backend](rollout.base_url, CHECK_S, rollout.api_key_env)
     ranks.first("asking the server", checked.check)
     start = base_of_adapters(arguments.training) or Path(arguments.model.model_name_or_path)
     written = Path(folder).absolute() / "hf" / "rollouts"
-    bare = build_outline(reference_start(arguments)).model if arguments.training.lora.enable else None
+    bare: nn.Module | None = None
+    if arguments.training.lora.enable:
+        bare = build_outline(reference_start(arguments)).model
 
     def write_weights(model: nn.Module) -> Path:
         if bare is None:
@@ -302,7 +309,7 @@ def build_rewards(
     """The rewards that the section names.
 
     Args:
-        arguments: The whole configuration.
+        posttrain: The section.
         device: Where those with a model of their own work.
         judged: What the model makes; None: that is seen when they are called.
 
@@ -342,6 +349,7 @@ def never_drawn(model: nn.Module, processor: Processor) -> tuple[int, ...]:
     does not know."""
     config = model.config
     words, known = int(config.get_text_config().vocab_size), len(tokenizer_of(processor))
+    # Embeddings are often padded beyond the tokenizer's words.
     never = set(range(known, words))
     sections = [attribute_at(config, name) for name in attribute_at(config, "sub_configs", {})]
     for section in (config, *sections):

@@ -108,8 +108,9 @@ def _unpacked(item: Sequence[Any]) -> torch.Tensor:
 
 def thumbnail(picture: Image.Image | list[Image.Image], side: int = _THUMBNAIL_SIDE) -> np.ndarray:
     """(side²,) grey levels of a picture, or of a clip's middle frame."""
-    frame: Image.Image = picture[len(picture) // 2] if isinstance(picture, list) else picture
-    small = frame.convert("L").resize((side, side), Image.Resampling.BOX)
+    if isinstance(picture, list):
+        picture = picture[len(picture) // 2]
+    small = picture.convert("L").resize((side, side), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.float64).reshape(-1)
 
 
@@ -123,6 +124,7 @@ def diversity(thumbnails_GMD: np.ndarray) -> float:
     members = thumbnails_GMD.shape[1]
     if members < 2:
         return 0.0
+    # Each pair of members once.
     one, other = np.triu_indices(members, k=1)
     gaps = thumbnails_GMD[:, one] - thumbnails_GMD[:, other]
     return float(np.sqrt(np.square(gaps).mean(axis=2)).mean())
@@ -242,6 +244,7 @@ class FlowRollouts:
             for sample in samples:
                 assert sample.path is not None
                 pixels = self._adapter.decode(self._generator.encoders, sample.path.latents.unsqueeze(0))[0]
+                # (channels, frames, height, width) → frames in front.
                 frames = as_pil(pixels.transpose(0, 1))
                 found.append(frames[0] if len(frames) == 1 else frames)
         return found
@@ -329,9 +332,11 @@ class FlowRollouts:
         """Of negative-aware fine-tuning: each sample with noise of some levels of the sampler's grid, in an order of
         its own, and what the policy that drew it predicts there."""
         latents = torch.stack([path.latents for path in _drawn_paths(samples)])
+        # Without the last level, 0: no noise is left there to be predicted.
         sigmas = torch.tensor(self._steps.sigmas[:-1], dtype=latents.dtype)
         orders = torch.stack([self._order(sample, len(sigmas)) for sample in samples])
         flow = self._posttrain.flow
+        # 100 × 0.29 is 28.999999999999996.
         levels = max(1, int(flow.num_inference_steps * flow.timestep_fraction + 1e-9))
         for place in range(levels):
             noise, time = self._level_noise(samples, place, latents), sigmas[orders[:, place]]
@@ -384,11 +389,15 @@ def build_flow_rollouts(
     context = assembled.applied.context
 
     def own(batch: Batch) -> Batch:
-        return move(batch if context is None else context.split(batch), job.device)
+        if context is not None:
+            batch = context.split(batch)
+        return move(batch, job.device)
 
     reference = generator_reference(arguments, assembled, job.device)
-    draws_by_older = isinstance(assembled.average, OldPolicy) and not isinstance(assembled.average, MovingReference)
-    old: Switch = assembled.average.applied if draws_by_older and assembled.average else nullcontext
+    average = assembled.average
+    old: Switch = nullcontext
+    if isinstance(average, OldPolicy) and not isinstance(average, MovingReference):
+        old = average.applied
     return FlowRollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,

@@ -93,6 +93,7 @@ class PromptFeatures:
             self._encode(missing)
         for place in by_place:
             self._kept.move_to_end(place)
+        # Those of this batch stay, however many they are.
         while len(self._kept) > max(_PROMPTS_KEPT, len(by_place)):
             self._kept.popitem(last=False)
 

@@ -190,6 +190,7 @@ class RolloutLoader:
         assert self.source is not None
         for use in range(used, self._plan.uses):
             step = use % self._plan.steps
+            # Before the step: a checkpoint that is saved after it goes on with the next one.
             self.position = replace(after, rollout=RolloutPlace(rollout.number, use + 1, rollout.digest))
             yield self.source.batches(
                 rollout.prompts[step], rollout.samples[step], rollout.advantages[step], is_fresh=use == 0
@@ -262,6 +263,7 @@ class RolloutLoader:
             return self._read_again(number, begun.prompts, begun.stored)
         assert self.source is not None and begun.drawing is not None
         waits = time.perf_counter()
+        # Raises what failed in the thread.
         samples = begun.drawing.result()
         drawn = time.perf_counter()
         self._keep_drawn(begun, samples)
@@ -331,6 +333,7 @@ class RolloutLoader:
         files.write_rollout(self._folder, number, text)
         files.remove_drawn(self._folder)
         if not self._keeps_all:
+            # The newest checkpoint may have been saved within the rollout before.
             files.remove_rollouts_before(self._folder, number - 1)
 
     def _with_advantages(self, lines: list[JsonObject], ranks: int) -> list[torch.Tensor]:
@@ -339,6 +342,7 @@ class RolloutLoader:
         for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
             line["reward"] = _or_null(reward)
             line["advantage"] = advantage
+        # (steps, ranks, samples of a rank): the order of `_of_all_ranks`.
         by_step = found.values.view(plan.steps, ranks, -1)
         return list(by_step[:, self._job.state.data_rank])
 

@@ -155,7 +155,9 @@ class RolloutOrder:
         Raises:
             CheckpointError: Its file is gone.
         """
-        stored = files.read_rollout(self.folder, place.number) if self.folder is not None else None
+        stored = None
+        if self.folder is not None:
+            stored = files.read_rollout(self.folder, place.number)
         if stored is None or stored.digest != place.digest:
             state = "is not the one that the checkpoint was saved with" if stored else "is missing or broken"
             raise CheckpointError(
@@ -181,6 +183,7 @@ def weights_mark(model: nn.Module) -> int:
         if parameter.requires_grad:
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             bits = own.contiguous().view(_AS_WHOLE[own.element_size()])
+            # One factor a name, so that swapped weights show; odd, so that no bit is lost modulo 2⁶⁴.
             factor = derive_seed(name) % 2**31 | 1
             total += bits.sum(dtype=torch.int64).cpu() * factor
     if dist.is_initialized() and dist.get_world_size() > 1:

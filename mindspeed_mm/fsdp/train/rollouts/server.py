@@ -195,6 +195,7 @@ class VllmServer(RolloutServer):
     def load_weights(self, folder: Path) -> None:
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self.post("/collective_rpc", asked, lambda _: None)
+        # Keys and values that are cached are of the old weights.
         self.post("/reset_prefix_cache", {}, lambda _: None)
 
     @override
@@ -224,6 +225,7 @@ class VllmServer(RolloutServer):
     ) -> DrawnAnswer:
         asked = {**settings, "messages": prompt.messages, "logprobs": True, "top_logprobs": 0}
         if prompt.tools:
+            # The prompt names the tools; the answer stays text.
             asked["tools"], asked["tool_choice"] = prompt.tools, "none"
 
         def read(told: Any) -> DrawnAnswer:
@@ -270,6 +272,7 @@ class ServedRollouts(TextRollouts):
         if self.speaks:
             self.server.load_weights(folder)
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # No rank may ask before the weights are new.
             dist.barrier()
         yield
 

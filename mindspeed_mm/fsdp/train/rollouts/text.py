@@ -107,6 +107,7 @@ class TextRollouts:
     def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str], copies: int) -> list[DrawnAnswer]:
         batch = with_media_once(self._collate_prompts, self._dataset.plugin, prompts, copies)
         inputs = dict(self._objective.media.repeat(batch))
+        # What the training loop adds to batches, no forward of a model takes.
         for name in ENGINE_KEYS & inputs.keys():
             del inputs[name]
         return draw_answers(
@@ -235,6 +236,7 @@ def in_turns(prompts: Sequence[EncodedPrompt]) -> tuple[list[int], int]:
     groups: dict[int, list[int]] = {}
     for place, prompt in enumerate(prompts):
         groups.setdefault(id(prompt), []).append(place)
+    # As many equal blocks as each group can be cut into.
     blocks = gcd(*map(len, groups.values()))
     if blocks == 1 or not any(prompt["media"] for prompt in prompts):
         return list(range(len(prompts))), 1

@@ -14,7 +14,6 @@ from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.params.argument import (
-    Arguments,
     DataArguments,
     ModelArguments,
     PosttrainArguments,
@@ -101,16 +100,15 @@ class RunData:
     """Held-out samples; None: there is no validation."""
 
 
-def build_data(arguments: Arguments, job: Job) -> RunData:
+def build_data(data: DataArguments, training: TrainingArguments, posttrain: PosttrainArguments, job: Job) -> RunData:
     """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
     that wait for it wait in no collective, and nothing limits them."""
-    data = arguments.data
-    if draws_samples(arguments.posttrain):
+    if draws_samples(posttrain):
         data = prompts_of(data)
     is_short = not any(section.basic_parameters.encodes_first for section in data.described.values())
     with job.setup("reading the data") if is_short else nullcontext():
         train, validation = build_mm_dataset(
-            data.dataset_param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param
+            data.dataset_param, seed=training.seed, val_dataset_param=data.val_dataset_param
         )
     return RunData(train, validation)
 
@@ -134,7 +132,9 @@ def build_loader(
     """The loader of the training data, from the beginning on.
 
     Args:
-        arguments: The whole configuration.
+        data: Workers, and how batches are collated.
+        training: Size of a micro-batch, and the seed.
+        posttrain: How many micro-batches a step has.
         share: Of this rank.
         dataset: The training data.
         packs: Put the samples of a micro-batch into one row, or each into its own; None: as configured.
@@ -164,7 +164,8 @@ def build_pass_loader(
     """A loader for whole passes over a data set, beside the training: validation, or a look at the data before it.
 
     Args:
-        arguments: The whole configuration.
+        data: How batches are collated.
+        training: Size of a micro-batch, and the seed.
         share: Of this rank.
         dataset: Training data, or those of `section`.
         section: The section that the data set was built of; None: that of the training data.

@@ -24,6 +24,7 @@ _RGB = 3
 
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 """Wire types."""
+# CRC-32C, bits reflected, and what TFRecord adds to a rotated checksum.
 _POLYNOMIAL = 0x82F63B78
 _MASK = 0xA282EAD8
 
@@ -44,6 +45,7 @@ class EventFile:
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._path = folder / name
         self._file = self._path.open("xb", buffering=0)
+        # TensorBoard reads no file that begins otherwise.
         self._write(_bytes(_VERSION, b"brain.Event:2"))
         if first_step:
             self._write(_varint(_STEP, first_step) + _bytes(_SESSION, _varint(_STATUS, _START)))
@@ -68,6 +70,7 @@ class EventFile:
         self._write(_varint(_STEP, step) + _bytes(_SUMMARY, b"".join(_bytes(_VALUE, value) for value in values)))
 
     def _write(self, event: bytes) -> None:
+        # A file that was deleted would take further bytes without an error.
         if not self._path.exists():
             raise FileNotFoundError(f"the event file {self._path} is gone")
         data = _key(_TIME, _DOUBLE) + struct.pack("<d", time.time()) + event

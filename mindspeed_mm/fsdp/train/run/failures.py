@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp import models
 from mindspeed_mm.fsdp.utils.device import memory_in_use
 from mindspeed_mm.fsdp.utils.plugins import place_in_plugin
 
+# Gloo raises plain RuntimeErrors: nothing but their text tells.
 _GLOO = re.compile(r"gloo/(?:gloo|transport)|gloo.*(?:closed|reset|timed? ?out)", re.IGNORECASE)
 INTERRUPTED = 130
 
@@ -157,7 +158,9 @@ def explained_model(batches: Sequence[Batch], when: str, rank: int) -> Iterator[
         said = next(iter(str(error).splitlines()), "")
         elsewhere = "" if library == _OURS else f"try another release of {library}, and "
         given = "; ".join(f"{shortened(sample_ids([batch]))}: {_shapes(batch)}" for batch in batches[:_MOST_BATCHES])
-        more = f" and {len(batches) - _MOST_BATCHES} more micro-batches" if len(batches) > _MOST_BATCHES else ""
+        more = ""
+        if len(batches) > _MOST_BATCHES:
+            more = f" and {len(batches) - _MOST_BATCHES} more micro-batches"
         raise ModelCodeError(
             f"the model's own code, in {library}, failed on rank {rank} in {when}: {type(error).__name__}: {said} "
             f"({place})",

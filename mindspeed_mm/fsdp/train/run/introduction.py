@@ -57,8 +57,11 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         detail(f"{word:<6} {part}")
+    speed = note
+    if get_device_type() == "cpu":
+        speed = detail
     for line in describe_choices(whole_of(assembled.model), assembled.plan.features):
-        (detail if get_device_type() == "cpu" else note)(f"speed  {line}")
+        speed(f"speed  {line}")
     facts = facts_of(whole_of(assembled.model))
     if facts.attention is not None and facts.attention.install:
         note(f"faster {facts.attention.install}")

@@ -203,4 +203,5 @@ def _leave_hung(record_end: Callable[[str, int], None], exit_code: int) -> None:
     recording = threading.Thread(target=record_end, args=("failed", exit_code), daemon=True)
     recording.start()
     recording.join(RECORD_S)
+    # Not `sys.exit`, which would wait for the threads that hang.
     os._exit(exit_code)

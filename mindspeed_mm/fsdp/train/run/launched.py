@@ -35,8 +35,10 @@ def starts_ranks(nproc: int, environment: Mapping[str, str] = os.environ) -> boo
         return False
     if nproc > 1:
         return True
+    # `srun` has started a process for each rank itself.
     is_slurm_task = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     hosts = environment.get("NNODES") or environment.get("PET_NNODES") or "1"
+    # torchrun also takes MIN:MAX.
     return not is_slurm_task and hosts not in ("1", "1:1")
 
 
@@ -164,6 +166,7 @@ def how_to_go_on(save: str | None) -> list[str]:
         nonlocal found
         found = list_iterations(Path(save)) if save else []
 
+    # In a thread: a shared folder whose server is gone blocks whoever reads it.
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     looking.join(LOOK_S)

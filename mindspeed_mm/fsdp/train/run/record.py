@@ -25,7 +25,7 @@ from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import DataArguments, ModelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
 from mindspeed_mm.fsdp.params.yaml.hidden_text import words_without_secrets, yaml_without_secrets
 from mindspeed_mm.fsdp.params.yaml.origins import leaves
@@ -221,10 +221,10 @@ class RunRecord:
             self._failing = True
 
 
-def trusted_code(arguments: Arguments) -> dict[str, str]:
+def trusted_code(model: ModelArguments, data: DataArguments, training: TrainingArguments) -> dict[str, str]:
     """SHA-256 of the foreign code that the run executes: plugins, and Python files of folders that it trusts."""
-    hashes = plugin_hashes(arguments.training.plugin)
-    for section in (arguments.model, arguments.data.dataset_param.preprocess_parameters):
+    hashes = plugin_hashes(training.plugin)
+    for section in (model, data.dataset_param.preprocess_parameters):
         folder = section.get("model_name_or_path")
         if folder and section.get("trust_remote_code"):
             digest = code_hash(Path(folder))

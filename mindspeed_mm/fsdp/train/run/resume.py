@@ -150,7 +150,7 @@ def find_resume_point(
     `training.load`: another run, a DCP folder, or a Hugging Face folder of weights.
 
     Args:
-        arguments: The whole configuration.
+        training: The section.
         options: Of the command line.
         context: Of the run, to be compared with that of the checkpoint.
         note: Tells the user what is remarkable.

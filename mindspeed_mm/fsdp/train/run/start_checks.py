@@ -138,6 +138,7 @@ def check_rows_of_features(datasets: Sequence[MMDataset | None], *, accept: bool
 def _first_difference(mine: Mapping[str, object], world_size: int) -> tuple[int, str] | None:
     """The first rank that has something else than rank 0, and what; the same answer on all ranks."""
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
+    # Digests first: where all agree, no configuration has to travel.
     digests = [digest] * world_size
     dist.all_gather_object(digests, digest)
     if len(set(digests)) == 1:

@@ -234,6 +234,7 @@ class MLflow(Tracker):
             else:
                 number = self._client.create_experiment(name)
             known = self._client.create_run(number, run_name=run.name).info.run_id
+            # Older servers refuse longer values.
             params = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
             for first in range(0, len(params), self._most_params):
                 self._client.log_batch(known, params=params[first : first + self._most_params])

@@ -140,8 +140,11 @@ def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> Flo
         count = count.beside(policy, "the policy that drew")
     if reference_kind(arguments) in ("adapters_off", "frozen"):
         folder = arguments.posttrain.reference.model_name_or_path
-        other = count_flops(reference_outline(arguments).model) if folder else policy
-        count = count.beside(other, "reference") if other is not None else count
+        other: FlopCount | None = policy
+        if folder:
+            other = count_flops(reference_outline(arguments).model)
+        if other is not None:
+            count = count.beside(other, "reference")
     return count
 
 
@@ -161,8 +164,10 @@ def _of_distillation(student: FlopCount, plan: FeaturePlan, arguments: Arguments
         student = student.in_order(LATENTS)
     if not trains_critic(arguments.posttrain):
         return student
+    # The student's share of the micro-batches of a step; the critic has the others.
     own = 1 / (dmd.dfake_gen_update_ratio + 1)
     steps = len(dmd.denoising_step_list)
+    # Passes without gradients in front of the one that ends a drawing.
     before = steps - 1.0 if dmd.last_step_only else (steps - 1) / 2
     if arguments.posttrain.reference.model_name_or_path:
         teacher = count_flops(reference_outline(arguments).model) or teacher
@@ -173,6 +178,7 @@ def _of_distillation(student: FlopCount, plan: FeaturePlan, arguments: Arguments
     whole = whole.with_part(student.forward_alone(), "drawing", before + draws_blocks + 1 - own)
     whole = whole.with_part(critic, "critic", 1 - own)
     whole = whole.with_part(critic.forward_alone(), "critic of the student's samples", own)
+    # Guidance takes a second pass, unless the model is told its scale.
     passes = 1 if takes_guidance or dmd.guidance_scale == 1 else 2
     return whole.with_part(teacher.forward_alone(), "teacher", passes * own)
 

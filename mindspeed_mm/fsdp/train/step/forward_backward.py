@@ -31,7 +31,9 @@ class ForwardBackward(Protocol):
 def add_terms(totals: Terms, terms: Terms) -> None:
     """Add terms to totals, name by name."""
     for name, value in terms.items():
-        totals[name] = totals[name] + value if name in totals else value
+        if name in totals:
+            value = totals[name] + value
+        totals[name] = value
 
 
 class PlainForwardBackward:
@@ -62,6 +64,7 @@ class PlainForwardBackward:
                     terms = self._objective.terms(self._model, batch)
                 normalised = {name: value / denominators[name] for name, value in terms.items()}
             with named(ranges.BACKWARD):
+                # One pass for all terms: they share the layers below.
                 torch.stack(list(normalised.values())).sum().backward()
             add_terms(totals, {name: value.detach() for name, value in normalised.items()})
         return totals

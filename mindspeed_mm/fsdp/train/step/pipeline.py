@@ -60,6 +60,7 @@ class PipelineForwardBackward:
                 self._forward(stage, work, number)
         for stage in self._pipeline.stages:
             for module in fsdp_modules(stage):
+                # A backward pass would have cut the parameters again.
                 module.reshard()
         return self._on_all_stages(work, names)
 
@@ -117,6 +118,7 @@ class PipelineForwardBackward:
         """What the last stage summed, everywhere."""
         dtype = torch.float64 if self._pipeline.dtype == torch.float64 else torch.float32
         zero = torch.zeros((), dtype=dtype, device=self._device)
+        # Stages in front of the last one have no totals and add zeros.
         numbers = torch.stack([work.totals.get(name, zero).to(dtype) for name in sorted(names)])
         dist.all_reduce(numbers, group=self._pipeline.group)
         return dict(zip(sorted(names), numbers, strict=True))
