@@ -193,7 +193,7 @@ def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     texts = list(filter(None, (text_of(row, column, place) for column in (prompt, row_format.query))))
     if not texts:
         raise wrong_field(prompt, row.get(prompt), row, place, "an instruction")
-    exchanges = ()
+    exchanges: object = ()
     if row_format.history:
         exchanges = row[row_format.history]
     if not isinstance(exchanges, list | tuple):

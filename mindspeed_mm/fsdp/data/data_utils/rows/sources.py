@@ -201,7 +201,8 @@ _OF_MEDIA, _OF_CONVERSATIONS = ("sizes", "companions", "caption"), ("share", "me
 
 def _check_keys(entry: DataEntry, *, of_media: bool) -> None:
     """Raise `ConfigError` where an entry has a key that acts on data sets of the other kind alone."""
-    others, kind = _OF_MEDIA, "generators (dataset_type: generation)"
+    others: tuple[str, ...] = _OF_MEDIA
+    kind = "generators (dataset_type: generation)"
     if of_media:
         others, kind = _OF_CONVERSATIONS, "language models"
     for name in others:
