@@ -79,7 +79,6 @@ def commit_checkpoint(
 
     try:
         ranks.first("making the folder", explained(lambda: _fresh_folder(draft)))
-        # Every rank writes its own files; their records are joined into one manifest.
         records = ranks.each("writing", explained(lambda: _write(contents, draft, ranks)))
         manifest = _manifest(contents, dict(ChainMap(*records)), context, ranks.world_size)
         return ranks.first("committing", explained(lambda: _commit(draft, save, manifest, note)))
@@ -138,8 +137,7 @@ def _manifest(
 
 
 def _commit(draft: Path, save: Path, manifest: Manifest, note: Callable[[str], None]) -> Path:
-    # As rank 0 sees them: hosts that do not share the folder are found before anything is committed.
-    if problems := verify_files(draft, manifest.files, "size"):
+    if problems := verify_files(draft, manifest.files, "size"):  # hosts that do not share the folder are found here
         raise CheckpointError(
             "rank 0 does not see what the other ranks wrote. Is training.save on a file system that all hosts share?",
             problems=problems,

@@ -90,8 +90,7 @@ class CheckpointManager:
             CheckpointError: This save, or the one that was under way, failed, on all ranks alike. An earlier failure
                 does not keep this save from being made.
         """
-        # One save at a time; the failure of an earlier one is raised after this one was started.
-        earlier_failure = self._settle()
+        earlier_failure = self._settle()  # one save at a time; raised after this one was started
         if self._last_saved != iteration:
             self._start(lambda: self._collect(iteration, model, optimizer, state, ema, beside))
         if earlier_failure is not None:
@@ -169,11 +168,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: It was saved from another model or by another optimizer.
         """
-        read_optimizer, read_average = optimizer, ema
-        if self.training.no_load_optim:
-            read_optimizer = None
-        if optimizer is None:  # the weights only: the average starts from them
-            read_average = None
+        read_optimizer = None if self.training.no_load_optim else optimizer
+        read_average = None if optimizer is None else ema  # the weights only: the average starts from them
         has_average = load_tensors(checkpoint, model, read_optimizer, self.ranks, read_average)
         if beside is not None and not load_beside(
             checkpoint, beside, self.ranks, with_optimizer=not self.training.no_load_optim
@@ -182,9 +178,7 @@ class CheckpointManager:
         if ema is not None and not has_average:
             ema.restart()
             self.note(f"{checkpoint.path}: the {ema.called} starts from the weights loaded")
-        rng = None
-        if not self.training.no_load_rng:
-            rng = load_rng(checkpoint, self.ranks)
+        rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
         return {**load_state(checkpoint), "rng": rng}
 
     def _collect(
@@ -211,8 +205,7 @@ class CheckpointManager:
         if self.training.no_save_rng or not isinstance(rng, dict):
             rng = {}
         if self._background:
-            # Training goes on while it is written, and the tensors of the tree are the model's own memory.
-            tree = snapshot(tree)
+            tree = snapshot(tree)  # training goes on meanwhile, in the model's own memory
         plain_state = {key: value for key, value in state.items() if key != "rng"}
         return CheckpointContents(
             iteration=iteration,
@@ -231,8 +224,7 @@ class CheckpointManager:
 
     def _commit(self, contents: CheckpointContents) -> None:
         commit_checkpoint(self.save_folder, contents, self.context, self.ranks, self.note)
-        # Committed: what fails from here on loses nothing.
-        self._last_saved = contents.iteration
+        self._last_saved = contents.iteration  # committed: what fails from here on loses nothing
         self.ranks.first("deleting old checkpoints", self._prune)
 
     def _prune(self) -> None:
