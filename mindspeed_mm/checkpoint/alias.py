@@ -62,4 +62,5 @@ class AliasLoader(InspectLoader):
 def install_alias(alias: str, package: str) -> None:
     """From now on `import alias` and `import alias.x` give the modules of `package`."""
     sys.modules[alias] = importlib.import_module(package)
+    # In front: by the checkout's link the ordinary finder would make second modules of the same files.
     sys.meta_path.insert(0, AliasFinder(alias, package))

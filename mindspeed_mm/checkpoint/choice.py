@@ -63,7 +63,9 @@ def choose_checkpoint(path: Path, which: Which = None) -> Choice:
         if which is not None:
             raise UsageError("is not a run with checkpoints", where=str(path), key=_KEY, way_out="Leave it out.")
         return Choice(path, "")
-    best = best_of(path) if which != "newest" else None
+    best = None
+    if which != "newest":
+        best = best_of(path)
     if best is not None:
         return Choice(layout.checkpoint_folder(path, best[0]), f"best {best[1]}")
     if which == "best":
@@ -79,6 +81,7 @@ def best_of(run: Path) -> tuple[int, str] | None:
         step, metric, value = int(found["step"]), str(found["metric"]), float(found["value"])
     except (OSError, ValueError, TypeError, LookupError):
         return None
+    # The note of the best outlives a checkpoint that somebody deleted.
     if not layout.checkpoint_folder(run, step).is_dir():
         return None
     return step, f"by {metric} {value:.4g}"

@@ -53,6 +53,7 @@ def read_quantization(section: object, where: str, key: str) -> Quantization:
     Raises:
         ModelFolderError: It is a format that is not read here.
     """
+    # What is no table is taken for the name of the method.
     settings = section if isinstance(section, Mapping) else {"quant_method": section}
     method = str(settings.get("quant_method", "unknown"))
     blocks = settings.get("weight_block_size")
@@ -92,6 +93,7 @@ def _packed_bits(settings: Mapping[str, object]) -> int | None:
     widths = set()
     for group in groups.values():
         scheme = group.get("weights") or {}
+        # Gathered over all groups: folders with 4 bits here and 8 there are refused.
         widths.add(scheme.get("num_bits"))
         for name, values in _READ_SCHEME.items():
             if scheme.get(name, values[0]) not in values:
@@ -155,7 +157,10 @@ def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], 
     found = dict(stored)
     for key, section in sections_of(config):
         rule = read_quantization(section, f"{where}/config.json", key)
-        joined = _of_ranks(found, config, rule) if rule.method == "fp8" else {}
+        joined = {}
+        if rule.method == "fp8":
+            joined = _of_ranks(found, config, rule)
+        # The fused matrices leave with their scales, so that `_of_blocks` does not read them a second time.
         kept = {name: tensor for name, tensor in found.items() if name.removesuffix("_scale_inv") not in joined}
         found = {**_READERS[rule.method](kept, rule, where), **joined}
     return found
@@ -199,10 +204,12 @@ def _of_ranks(stored: Mapping[str, LazyTensor], config: JsonMapping, rule: Quant
         match, scales = _FUSED.fullmatch(name), stored.get(f"{name}_scale_inv")
         if match is None or scales is None:
             continue
+        # Sliding-window layers have sizes of their own (`swa_…`); so have those that predict further tokens.
         windowed = match[1] is None or config["hybrid_layer_pattern"][int(match[1])]
         sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
         heads, groups, width, value = (int(config[f"swa_{size}" if windowed else size]) for size in sizes)
         parts = [heads * width // ranks, groups * width // ranks, groups * value // ranks]
+        # Of one rank. Each begins a new block of scales, which is why they are no run over all rows.
         rows, steps = sum(parts), -(-sum(parts) // step)
         if scales.shape[0] != ranks * steps or codes.shape[0] != ranks * rows:
             return {}
@@ -211,6 +218,7 @@ def _of_ranks(stored: Mapping[str, LazyTensor], config: JsonMapping, rule: Quant
             for rank in range(ranks)
         ]
         starts = (0, parts[0], parts[0] + parts[1])
+        # All ranks' queries, then all keys, then all values.
         pieces = [Sliced(shard, 0, at, size) for at, size in zip(starts, parts, strict=True) for shard in shards]
         found[name] = Concatenated(pieces, 0)
     return found
@@ -237,6 +245,7 @@ def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: st
         scales, shape = stored.get(f"{name}_scale"), stored.get(f"{name}_shape")
         if not key.endswith(".weight_packed") or scales is None or shape is None:
             continue
+        # `weight_shape` is itself a tensor, [rows, columns]; the width of the packed codes is rounded up.
         rows, columns = map(int, shape.read().tolist())
         if columns % scales.shape[1]:
             _refuse(f"{columns} columns in {scales.shape[1]} groups", f"{name}_scale", where)
@@ -253,6 +262,7 @@ def _of_packed_floats(stored: dict[str, LazyTensor], where: str) -> dict[str, La
         scales = stored.get(f"{name}_scale")
         if not key.endswith(".weight_packed") or scales is None:
             continue
+        # (R, C / 2) bytes
         rows, columns = codes.shape[0], 2 * codes.shape[1]
         _check_shape(scales, (rows, columns // _GROUP_OF_MXFP4), f"{name}_scale", key, where)
         found[name] = MicroScaledRows(codes, scales)
@@ -307,12 +317,14 @@ class MicroScaled(LazyTensor):
 
     def __init__(self, blocks: LazyTensor, scales: LazyTensor) -> None:
         *leading, rows, groups, size = blocks.shape
+        # Stored as (experts, out, in); GPT-OSS's module has (experts, in, out).
         super().__init__((*leading, 2 * groups * size, rows), torch.float32, [blocks, scales])
         self.blocks, self.scales, self.group = blocks, scales, 2 * size
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         *leading, columns, rows = region
         groups, skipped = _whole_groups(columns, self.group)
+        # (…, rows, groups, 16): whole groups; they are cut to the region once they are numbers.
         codes = _read(self.blocks, (*leading, rows, groups, (0, self.group // 2)), torch.uint8)
         numbers = _scaled(codes, _read(self.scales, (*leading, rows, groups), torch.uint8))
         numbers = numbers.flatten(-2).narrow(-1, skipped, columns[1])
@@ -323,6 +335,7 @@ def _scaled(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """(…, groups, 32) numbers out of (…, groups, 16) bytes and (…, groups) exponents."""
     table = torch.cat([torch.tensor(_E2M1), -torch.tensor(_E2M1)])  # by code: its fourth bit is the sign
     by_value = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)  # the low one of a byte first
+    # 2 ** (e - 127), as the scale of 8 bits, E8M0, is biased.
     return torch.ldexp(table[by_value.int()], exponents.int()[..., None] - 127)
 
 
@@ -371,6 +384,7 @@ class PackedRows(LazyTensor):
         unsigned = packed[..., None] >> shifts & 2**self.bits - 1
         whole = unsigned - 2 ** (self.bits - 1)
         numbers = whole.flatten(1).narrow(1, skipped, columns[1]).float()
+        # Columns that share a scale; all of a row where scales are one a channel.
         size = self.shape[1] // self.scales.shape[1]
         groups, skipped = _whole_groups(columns, size)
         scales = _read(self.scales, (rows, groups), torch.float32).repeat_interleave(size, dim=1)

@@ -72,6 +72,7 @@ class DtypeRule:
 
     def __call__(self, key: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype to write tensor `key` in, which is held in `dtype`."""
+        # Whole numbers and booleans, such as a buffer of positions, are no weights.
         if not dtype.is_floating_point:
             return dtype
         return self.of_key.get(key) or self.default or dtype
@@ -87,6 +88,7 @@ class DtypeRule:
 def config_dtype(source: Path) -> torch.dtype | None:
     """The dtype that a folder's config.json names, None when it names none."""
     config = _read_json(source / "config.json")
+    # A model of several parts may say it in the part alone: `text_config`.
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
     for section in sections:
         name = section.get("dtype") or section.get("torch_dtype")
@@ -111,6 +113,7 @@ def drafted_folder(folder: Path, ranks: Ranks, *, overwrite: bool = False) -> It
         The folder to write into, on every rank.
     """
     with ExitStack() as stack:
+        # Rank 0 alone: one draft, one name. The others wait, and learn where it is.
         yield ranks.first("making the folder", lambda: stack.enter_context(atomic_folder(folder, overwrite=overwrite)))
         ranks.first("naming the folder", stack.close)
 
@@ -149,6 +152,7 @@ def write_weights(
     for name, keys in shards.items():
         shard: dict[str, torch.Tensor] = {}
         for key in keys:
+            # By every rank: of a sharded tensor it is a collective.
             tensor = tensors[key].read()
             if ranks.is_first:
                 shard[key] = tensor.to(dtypes[key]).contiguous()
@@ -157,6 +161,7 @@ def write_weights(
         ranks.first("writing", lambda name=name, shard=shard: write_safetensors(shard, folder / name, notes))  # type: ignore[misc]
     if not_finite:
         warnings.warn(f"NaN or infinity in {first_names(not_finite)}. Export an earlier checkpoint", stacklevel=2)
+    # Behind the shards: an index never names a file that is not there.
     if len(shards) > 1:
         index = folder / f"{stem}.safetensors.index.json"
         text = _index_text(shards, sum(sizes.values()), sum(map(_elements, tensors.values())))
@@ -168,6 +173,7 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: float, stem: str = "m
     shards: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
+        # A tensor larger than the limit has a file to itself.
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -251,6 +257,7 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     for name, path in assets.items():
         copy_plain(path, folder / name)
     config = _read_json(folder / "config.json")
+    # What was codes is written as numbers.
     if any(sections_of(config)):
         _write_config(folder, without_quantization(config))
     if dtype is not None:
@@ -286,6 +293,7 @@ def config_text(folder: Path, dtype: torch.dtype) -> str:
     """A folder's config.json as it reads for weights of one dtype."""
     name = str(dtype).removeprefix("torch.")
     config = _with_dtype(_read_json(folder / "config.json"), name)
+    # Where no part names one, transformers would take its default.
     config.setdefault("dtype", name)
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
@@ -303,6 +311,7 @@ def asset_files(source: Path) -> dict[str, Path]:
     kind = str(model_config(source).get("model_type"))
     beside = _FOLDERS_BESIDE.get(kind, set())
     assets: dict[str, Path] = {}
+    # It may lie beside the model's folder, where the loop below does not come.
     if (codec := codec_folder(source, kind)) is not None:
         check_links(codec, deep=True)
         assets[codec.name] = codec
@@ -334,6 +343,7 @@ def _is_asset(path: Path) -> bool:
         return False
     if path.is_dir():
         return path.name in _ASSET_FOLDERS
+    # An index of the source's shards would name files that the copy does not have.
     if path.name.endswith(".index.json") or path.name in _NO_ASSETS:
         return False
     return path.suffix in _ASSET_SUFFIXES or path.name in _ASSET_NAMES

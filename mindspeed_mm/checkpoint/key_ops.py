@@ -62,6 +62,7 @@ class OpOnEach(Op):
 
 def _turned_round(order: tuple[int, ...]) -> tuple[int, ...]:
     """The permutation that undoes another: where each old position is found."""
+    # An argsort: of a permutation it is the inverse.
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
@@ -353,6 +354,7 @@ class InsertZeros(Op):
     position: int
 
     def _apply(self, columns: list[Column]) -> list[Column]:
+        # As a bias that one layout has for all projections, and the other for some.
         like = columns[0][0]
         return [*columns[: self.position], [Zeros(like.shape, like.dtype)], *columns[self.position :]]
 
@@ -416,7 +418,9 @@ def oriented(tensor: LazyTensor, swapped: LazyTensor, shape: tuple[int, ...], as
     if shape not in (tensor.shape, swapped.shape):
         raise ValueError(f"its shape is {tensor.shape}, expected {shape} or its last two dims swapped")
     if tensor.shape != swapped.shape:
+        # The shape tells it: config.json may be of the program that saved it last, not of the weights.
         as_module = tensor.shape == shape
+    # A square, and nothing said: a guess would train wrong weights without a sign of it.
     elif as_module is None:
         raise UnknownOrder(f"{shape} ends in a square: its shape does not show which way round it is stored")
     if as_module:

@@ -102,6 +102,7 @@ class KeyRule:
         dropped: list[LazyTensor] = []
         try:
             for op in self.ops:
+                # Noted before it goes: a conversion names what it leaves out.
                 if isinstance(op, Drop):
                     dropped += work[op.position]
                 work = op.apply(work)
@@ -157,6 +158,7 @@ class KeyMap:
         # One application of a rule: its position and the values of the placeholders that sources and targets share.
         applications: dict[tuple[int, tuple[str, ...]], list[list[KeyMatch]]] = {}
         others: list[str] = []
+        # In numerical order, so that experts.2 is collected before experts.10.
         for key in sorted(tensors, key=natural_order):
             found = self._match(key)
             if found is None:
@@ -172,6 +174,7 @@ class KeyMap:
         steps: list[RuleMatch] = []
         for (position, _), columns in applications.items():
             step = self.rules[position].build(columns, tensors)
+            # Which rule is narrower may change when both are turned round: a key could come back by another.
             self._check_way_there(position, step)
             steps.append(step)
         if self.keep_others:
@@ -258,6 +261,7 @@ def check_used_once(steps: Iterable[RuleMatch], sources: Iterable[str], targets:
     }
     problems: list[Problem] = []
     for what, keys in faults.items():
+        # Five of each kind, not of all: one fault often shows as hundreds of one kind.
         problems += first_problems(Problem(what, key=key) for key in sorted(keys, key=natural_order))
     if problems:
         raise ModelFolderError("the key map does not fit", problems=problems)
@@ -301,6 +305,7 @@ def _covers(wide: str, narrow: str) -> bool:
     """Whether a pattern takes every key that another takes: tried with a placeholder's shortest and a longer value."""
     regex = _compile(wide)
     for parts in (1, 3):
+        # NUL stands in no key, so a fixed part of the other pattern never fits a placeholder's value by chance.
         values = {name: f"\0{name}" for name in _names([narrow])}
         for match in _PLACEHOLDER.finditer(narrow):
             if match[2]:
@@ -354,5 +359,6 @@ def _check_sources(rule: KeyRule, columns: list[list[KeyMatch]]) -> None:
         indices: list[str] = []
         for match in column:
             indices += [match.values[name] for name in collected]
+        # A hole would shift all behind it: expert 7 in the place of expert 6.
         if indices != list(map(str, range(len(column)))):
             raise ModelFolderError(f"'{pattern}' is not numbered from 0 without holes: {indices}", key=present)

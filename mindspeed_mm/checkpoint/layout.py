@@ -81,8 +81,10 @@ def write_tracker(save: Path, iteration: int) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete a committed checkpoint: it loses its name first, so that no half of it ever looks committed."""
+    # A draft's name: if this is killed, the next start clears it away.
     doomed = folder.with_name(f"{PREFIX}{folder.name}{DRAFT}")
     shutil.rmtree(doomed, ignore_errors=True)
+    # At once: it stays on its file system.
     folder.rename(doomed)
     fsync_path(folder.parent)
     shutil.rmtree(doomed)
@@ -97,6 +99,7 @@ def commit(draft: Path, folder: Path, note: Callable[[str], None]) -> None:
         folder: Its name.
         note: Tells the user of a folder that was kept.
     """
+    # lexists: a dangling link takes the name, too.
     if os.path.lexists(folder) and not has_own_manifest(folder):
         note(put_aside(folder, "without a manifest of ours"))
     if not folder.exists():
@@ -119,6 +122,7 @@ def put_aside(folder: Path, why: str) -> str:
     Returns:
         A line for the user.
     """
+    # The first number that is free: what was put aside earlier stays.
     for number in count(1):
         aside = folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}")
         if not os.path.lexists(aside):

@@ -72,6 +72,7 @@ class Stored(LazyTensor):
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         tensor = self._reader().get_tensor(self.key)
         for dim, (start, length) in enumerate(region):
+            # A view: of a mapped file only the pages of the region are read.
             tensor = tensor.narrow(dim, start, length)
         # Over to an accelerator in the stored dtype: fewer bytes on the bus, and the cast is done there.
         if out.device != tensor.device:
@@ -142,6 +143,7 @@ class Selected(LazyTensor):
         self.base, self.dim, self.position = base, dim, position
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # The base has the dim that is gone here: `out` gets it back with length 1, as a view.
         inner = (*region[: self.dim], (self.position, 1), *region[self.dim :])
         self.base.copy_to(out.unsqueeze(self.dim), inner)
 
@@ -154,6 +156,7 @@ class Transposed(LazyTensor):
         self.base, self.dim0, self.dim1 = base, dim0, dim1
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # The destination is turned round, not the data: still no copy in between.
         self.base.copy_to(out.transpose(self.dim0, self.dim1), tuple(_swapped(region, self.dim0, self.dim1)))
 
 
@@ -185,6 +188,7 @@ class Padded(LazyTensor):
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         start, length = region[self.dim]
+        # How much of the region lies within the base; the rest is zeros.
         held = max(0, min(start + length, self.base.shape[self.dim]) - start)
         out.narrow(self.dim, held, length - held).zero_()
         if held:
@@ -235,11 +239,13 @@ class MeanRows(LazyTensor):
             out.zero_()
             return
         if self._mean is None:
+            # Kept: further regions of the new rows need the same one.
             self._mean = self._take_mean()
         out.copy_(self._mean[_slices(region[1:])].expand(out.shape))
 
     def _take_mean(self) -> torch.Tensor:
         total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        # 8 bytes a number in fp64; the embedding of a large vocabulary is not held at once.
         step = max(1, _ROWS_BYTES // max(1, 8 * math.prod(self.shape[1:])))
         for start in range(0, self.of, step):
             length = min(step, self.of - start)
@@ -284,6 +290,7 @@ class Agreeing(LazyTensor):
         held = out if out.dtype == self.dtype else torch.empty(out.shape, dtype=self.dtype, device=out.device)
         first, *others = self.parts
         first.copy_to(held, region)
+        # One buffer for all copies, overwritten by each.
         other = torch.empty_like(held, memory_format=torch.contiguous_format)
         for part, name in zip(others, self.names[1:], strict=True):
             part.copy_to(other, region)
@@ -356,6 +363,7 @@ class Cast(LazyTensor):
         self.base = base
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # `out` has the new dtype already: `copy_` of a stored tensor casts into it.
         self.base.copy_to(out, region)
 
 
@@ -363,10 +371,12 @@ class Reshaped(LazyTensor):
     """The same numbers, row after row, in another shape; one length may be -1."""
 
     def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:
+        # torch finds the length that -1 stands for, and refuses what does not fit.
         super().__init__(torch.empty(base.shape, device="meta").reshape(*shape).shape, base.dtype, [base])
         self.base = base
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # A region of one shape is no region of the other: all of the base is read.
         tensor = self.base.read().reshape(self.shape)
         out.copy_(tensor[_slices(region)])
 

@@ -49,6 +49,7 @@ def _os_error(error: BaseException) -> OSError | None:
     """The operating system's error that an exception arose from or while handling."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, OSError):
+        # torch raises its own error while the other one is handled, without `from`.
         seen = seen.__cause__ or seen.__context__
     return seen
 
@@ -70,6 +71,7 @@ def find_unsafe_globals(path: Path) -> list[str]:
 def _load_quietly(path: Path) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        # Only the zipped format can be mapped; asked of an older file, torch raises.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path) or None)
 
 

@@ -50,16 +50,19 @@ def recognise(path: Path) -> FolderKind:
     """
     check_folder_exists(path)
     is_own = (path / layout.MANIFEST).exists()
+    # Before the others: Megatron-Core's folders hold a `.metadata`, too. A manifest of ours settles it.
     if not is_own and is_megatron_folder(path):
         return "megatron"
     if is_own or (path / layout.METADATA).exists():
         return "dcp"
     is_model = (path / "config.json").exists() or (path / "model_index.json").exists()
+    # A converted checkpoint has config.json beside its tracker, too: a model is told by its safetensors.
     has_tracker = (path / layout.TRACKER).exists() and not (is_model and any(path.glob("*.safetensors")))
     if layout.list_iterations(path) or has_tracker or (path / "run.json").exists():
         return "run"
     if is_model:
         return "hf"
+    # After the models: adapters may be saved beside the weights that they stand on.
     if any((path / part / name).exists() for part in ("", *EXPERT_PARTS) for name in _ADAPTERS):
         return "adapters"
     raise _unknown(path)

@@ -75,8 +75,10 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     with file.open("rb") as stream:
         header = _parse(_header_text(stream, file, file_bytes), file)
         data_bytes = file_bytes - stream.tell()
+    # Notes, the one key that is no tensor.
     header.pop("__metadata__", None)
     entries = {key: _entry(key, value, file) for key, value in header.items()}
+    # By place in the file, not by key: neighbours must touch.
     spans = sorted(tuple(value["data_offsets"]) for value in header.values())
     _check_spans(spans, data_bytes, file)
     for key, value in header.items():
@@ -96,6 +98,7 @@ def _file_size(file: Path) -> int:
 
 
 def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
+    # Enough for what such files begin with, in place of a header that may claim terabytes.
     start = stream.read(64)
     if file_bytes == 0:
         raise _damaged(file, "the file is empty")
@@ -182,6 +185,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path, notes: Ma
     Raises:
         OSError: The disk is full, or the file cannot be written.
     """
+    # Made here first, so that the umask decides; `save_file` replaces it, and the mode is set again.
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -189,5 +193,6 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path, notes: Ma
     except SafetensorError as error:
         # The library reports `... (os error 28)` as text only.
         number = str(error).rpartition("os error ")[2].rstrip(") ")
+        # 5: EIO
         raise OSError(int(number) if number.isdigit() else 5, str(error), str(path)) from error
     path.chmod(mode)

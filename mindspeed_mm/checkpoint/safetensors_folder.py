@@ -137,6 +137,7 @@ class MappedFiles:
         self._read_bytes += entry.size_bytes
         if self._most_bytes is not None and self._read_bytes > self._most_bytes:
             self.close()
+            # The tensor that is about to be read counts for the files opened anew.
             self._read_bytes = entry.size_bytes
         if entry.file not in self._open:
             self._open[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
@@ -175,10 +176,12 @@ def _find_index(folder: Path) -> Path | None:
 
 
 def _single_file(folder: Path) -> Path:
+    # The autoencoder beside a model that draws is no weight of it.
     files = sorted(path for path in folder.glob("*.safetensors") if path.name != VAE_FILE)
     for stem in _STEMS:
         if (file := folder / f"{stem}.safetensors") in files:
             return file
+    # Under whatever name; a single shard, though, is a part whose index was forgotten.
     if len(files) == 1 and not _SHARD.match(files[0].name):
         return files[0]
     if files:
@@ -200,6 +203,7 @@ def _no_safetensors(folder: Path) -> ModelFolderError:
             where=str(folder),
             way_out="Copy the model's weights there. Only training starts without: model.train_from_scratch: true.",
         )
+    # Looked at before conversion is advised: the command below would run it.
     danger = _unsafe_globals(pickles[0])
     if danger:
         return ModelFolderError(
@@ -245,6 +249,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _named_files(weight_map: dict[str, str], folder: Path, index: Path) -> list[str]:
     names = sorted(set(weight_map.values()))
+    # A name with a slash would lead out of the folder.
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         keys = Counter(weight_map.values())
@@ -265,6 +270,7 @@ def _wrong_shards(weight_map: dict[str, str], headers: dict[str, dict[str, Tenso
             homes[key].append(name)
     problems = []
     for key, name in weight_map.items():
+        # In exactly the shard that the index names: a second copy may be of other weights.
         if homes[key] != [name]:
             found = " and ".join(homes[key]) or "no shard"
             problems.append(Problem(f"says '{name}', found in {found}", str(index), key))

@@ -45,6 +45,7 @@ def open_stored(folder: Path, config: Mapping[str, object] | None) -> Iterator[M
                 stored = opened.enter_context(open_stored(part, config))
                 found |= {f"{part.name}.{key}": tensor for key, tensor in stored.items()}
             yield found
+    # Language models have a `model_type`; a generator's folder says what it is by its names.
     elif is_megatron_folder(folder) and "model_type" in (config or {}):
         from mindspeed_mm.checkpoint.megatron.families import family_of
         from mindspeed_mm.checkpoint.megatron.folder import hub_tensors
@@ -63,7 +64,10 @@ def open_stored(folder: Path, config: Mapping[str, object] | None) -> Iterator[M
         with open_weights(folder) as stored:
             # The model does not know how its weights are stored: config.json beside them says it.
             path = folder / "config.json"
-            yield dequantized(stored, read_json_object(path, ModelFolderError) if path.is_file() else {}, str(folder))
+            config_beside: Mapping[str, object] = {}
+            if path.is_file():
+                config_beside = read_json_object(path, ModelFolderError)
+            yield dequantized(stored, config_beside, str(folder))
 
 
 def step_of_weights(folder: Path) -> Path | None:
@@ -72,6 +76,7 @@ def step_of_weights(folder: Path) -> Path | None:
     if any(folder.glob("*.safetensors")):
         return None
     step = step_in(folder)
+    # A manifest of ours: a step of a run.
     if step is None or (step / MANIFEST).is_file() or is_megatron_folder(folder):
         return None
     from mindspeed_mm.checkpoint.original.families import recognise_generator

@@ -126,6 +126,7 @@ def loading_steps(
     def rename(key: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if target not in known and key in known:  # named as in the model already
+            # Rules for older folders would give it another name all the same.
             return rename_source_key(key, [], [], model.base_model_prefix, known)
         return target, pattern
 
@@ -141,6 +142,7 @@ def loading_steps(
 
     steps = _rule_steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    # Weak keys: this goes when the model does.
     _STORED_NAMES[model] = {renamed(key): key for key in tensors}
     return steps
 
@@ -224,6 +226,7 @@ def _rule_steps(
         if pattern is None:
             steps.append(RuleMatch((key,), {target: tensors[key]}))
         else:
+            # One group a target: transformers gives all experts of a layer the same one.
             group = groups.setdefault(target, Group(by_pattern[pattern], target))
             group.keys.setdefault(pattern, []).append(key)
     for group in groups.values():
@@ -238,6 +241,7 @@ def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTen
         for op in group.converter.operations:
             translate = _TRANSLATIONS.get(type(op).__name__)
             if translate is None:
+                # One operation without a translation: transformers' own code does all of the chain.
                 return RuleMatch(sources, _computed(model, group, tensors))
             columns = translate(op, columns, group, model)
     except (ValueError, IndexError) as error:
@@ -248,6 +252,7 @@ def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTen
 
 def _full_names(group: Group, made: Columns) -> dict[str, LazyTensor]:
     """Patterns are the middle of a key: what stands around the first target stands around all."""
+    # Dealt out, the first result is number 0.
     full_name = group.first_target.replace("*.", "0.")
     before = behind = ""
     for pattern in made:
@@ -289,6 +294,7 @@ def _concatenate(op: Operation, columns: Columns, group: Group, model: PreTraine
     ordered: list[LazyTensor] = []
     for pattern in group.converter.source_patterns:
         ordered += columns.get(pattern, [])
+    # One tensor a pattern: only then do the lengths belong to the patterns, in their order.
     if len(ordered) == len(group.converter.source_patterns):
         lengths = [tensor.shape[op.dim] for tensor in ordered]
         _LENGTHS.setdefault(op, {})[sum(lengths)] = lengths
@@ -325,6 +331,7 @@ def _shape(model: PreTrainedModel, name: str) -> tuple[int, ...]:
     module: torch.nn.Module = model
     for part in path:
         module = module.get_submodule(part)
+        # PEFT keeps the layer that it wraps as `base_layer`, perhaps at several levels.
         while last not in module._parameters and "base_layer" in module._modules:
             module = module.get_submodule("base_layer")
     return tuple(module.get_parameter(last).shape)
@@ -374,6 +381,7 @@ def _computed(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTe
 
     def run(read: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         remaining = iter(read)
+        # It collects tensors in itself: each read takes a fresh one.
         converter = copy.deepcopy(group.converter)
         for pattern, column in columns.items():
             converter.collected_tensors[pattern] = list(islice(remaining, len(column)))

@@ -31,6 +31,7 @@ class TransformersOutline:
 
     Args:
         folder: With config.json. What of its weights has no place in the model is known after `own_tensors`.
+        model: Of that configuration; it may lie on the meta device.
 
     Raises:
         ModelFolderError: The configuration is none that transformers takes.
@@ -39,6 +40,7 @@ class TransformersOutline:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self.folder, self.model = folder, model
         self._rules = conversion_rules(model)
+        # keep_vars: the parameters themselves, no detached copies; only their shapes are of interest.
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         """Of parameters and persistent buffers, a tied one under each of its names."""
         self.ties = _tied_names(model)
@@ -63,6 +65,7 @@ class TransformersOutline:
             return None
         try:
             loaded = model_class.config_class.from_pretrained(folder)
+            # Names and shapes, no memory: a model of any size is built at once.
             with torch.device("meta"):
                 return cls(folder, model_class(loaded))
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -96,6 +99,7 @@ class TransformersOutline:
             made |= step.targets
             if len(step.sources) == len(step.targets) == 1:
                 (key,), (name,) = step.sources, step.targets
+                # Only of tensors that were renamed at most: of a joined one no single key is its home.
                 homes[name] = key
         for alias, name in self.ties.items():
             if alias not in made:
@@ -220,6 +224,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     ties = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
+        # By identity: tied parameters are one object, as `named_parameters` shows it without deduplication.
         first = firsts.setdefault(id(tensor), name)
         if first != name:
             ties[name] = first

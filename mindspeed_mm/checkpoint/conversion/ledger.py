@@ -103,6 +103,7 @@ def check_ledgers(
     with torch.device("meta"), _Writes() as writes:
         for key, item in made:
             _note(told, key, _fault("written", writes.of(item), math.prod(item.shape)))
+        # Taken before the dropped parts are read, which are counted apart below.
         used = {id(tensor): tensor.take() for tensor in counted}
         for item in dropped:
             item.read()

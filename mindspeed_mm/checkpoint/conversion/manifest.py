@@ -57,6 +57,7 @@ class WrittenFile:
     @classmethod
     def read(cls, record: object) -> WrittenFile:
         """From a manifest. Raises `ValueError` with what is wrong with it."""
+        # No fewer keys, and no more: another one may mean something that is not checked here.
         if not isinstance(record, dict) or record.keys() != {"size_bytes", "sha256"}:
             raise ValueError("does not have size_bytes and sha256")
         size, digest = record["size_bytes"], record["sha256"]
@@ -261,6 +262,7 @@ def _differences_of_files(root: Path, written: Mapping[str, WrittenFile], found:
             problems.append(Problem("is not a file", name))
         elif (size := (root / name).stat().st_size) != record.size_bytes:
             problems.append(Problem(f"has {size:,} bytes, and {record.size_bytes:,} were written", name))
+        # Larger ones are compared tensor by tensor.
         elif record.sha256 is not None and WrittenFile.of(root / name) != record:
             problems.append(Problem(_CHANGED, name))
     for name in sorted(found - written.keys()):

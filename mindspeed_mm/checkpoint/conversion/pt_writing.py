@@ -55,6 +55,7 @@ def write_pt(content: Mapping[str, object], path: Path, read: Callable[[Entry], 
     pickler.dump(content)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         _add_entry(archive, "data.pkl", pickled.getbuffer())
+        # Else a reader takes the numbers for little-endian.
         _add_entry(archive, "byteorder", memoryview(sys.byteorder.encode()))
         for number, entry in enumerate(pickler.entries):
             _add_entry(archive, f"data/{number}", read(entry))
@@ -90,6 +91,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         tensor, storage = obj.tensor, _Storage(len(self.entries), obj.tensor)
         self.entries.append(obj)
+        # Row after row, as `read` gives the bytes.
         stride = torch.empty(tensor.shape, device="meta").stride()
         laid_out: tuple[object, ...] = (storage, 0, tuple(tensor.shape), stride, False, OrderedDict())
         if tensor.dtype in _TYPED:

@@ -198,6 +198,7 @@ def convert(
         _explained_disk_failure(target, conversion),
         _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft,
     ):
+        # Into a draft beside the target, which gets its name where the block ends without an error.
         records, not_finite = _write(conversion, draft, progress)
         written = time.monotonic()
         logits, verify_s = "", 0.0

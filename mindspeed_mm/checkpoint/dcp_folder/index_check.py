@@ -37,6 +37,7 @@ def checked_index(found: object, path: Path) -> Metadata:
             what = f"holds a {type(table).__name__} where its table of {name} should be"
             raise CheckpointError(what, where=str(path))
     for place in {info.relative_path for info in found.storage_data.values()}:
+        # A plain name in the same folder: ".." is one to `Path.name`.
         if place == ".." or Path(place).name != place:
             raise CheckpointError(f"points to '{place}', outside the checkpoint", where=str(path))
     for key, entry in found.state_dict_metadata.items():
@@ -57,6 +58,7 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: Collection[Met
     else:
         chunks = filled_chunks(entry)
         wanted = math.prod(entry.size)
+        # Without overlap and inside the size, as many numbers as the whole has are the whole.
         held = sum(math.prod(chunk.sizes) for chunk in chunks)
         if have_overlap(list(map(_box, chunks))):
             what = "has chunks that overlap"

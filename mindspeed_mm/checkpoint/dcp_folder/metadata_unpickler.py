@@ -1,7 +1,7 @@
 """Reads the `.metadata` file of a torch distributed checkpoint, which is a pickle, without letting it run anything.
 
-Only the listed classes can be built; they hold plain
-data. Whatever else a file asks for is refused by name before it is looked up.
+Only the listed classes can be built; they hold plain data. Whatever else a file asks for is refused by name before it
+is looked up.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ _OWN_OF_MEGATRON = {"MCoreMetadata": _MegatronIndex, "MCoreSavePlan": SavePlan}
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _OWN_OF_MEGATRON:
+            # Ours stand for Megatron's classes, which need not be installed.
             return _OWN_OF_MEGATRON[name]
         if name not in _ALLOWED.get(module, ()):
             raise _Refused(f"{module}.{name}")
@@ -111,6 +112,7 @@ class MetadataReader(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.metadata = read_metadata(path)
+        # As torch's own `read_metadata` does: an index may lack it.
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self.storage_data = self.metadata.storage_data
 

@@ -41,6 +41,7 @@ class DcpReader:
     def __init__(self, folder: Path) -> None:
         self.storage = MetadataReader(folder)
         index = self.storage.metadata.state_dict_metadata
+        # The others are pickled objects: those are never read.
         self.entries = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
         self.prefix = model_prefix(self.storage.metadata)
         """What stands before the names of the model's tensors: `model.`, or nothing in a bare state dict."""
@@ -54,6 +55,7 @@ class DcpReader:
         """The model's tensors by name."""
         tensors: dict[str, Stored] = {}
         for key in self.entries:
+            # In a bare state dict a module of the model may bear one of these names.
             is_other = bool(self.prefix) and key.startswith(_OTHER_PREFIXES)
             if key.startswith(self.prefix) and not is_other:
                 tensors[key.removeprefix(self.prefix)] = self.lazy(key)
@@ -102,6 +104,7 @@ class _ChunkedTensor(Stored):
         self._starts: list[list[int]] = []
         self._longest: list[int] = []
         for dim in range(len(self.shape)):
+            # By dim, sorted: a search in them, not a look at every chunk, finds those near a region.
             self._starts.append(sorted({chunk.offsets[dim] for chunk in chunks}))
             self._longest.append(max((chunk.sizes[dim] for chunk in chunks), default=0))
 
@@ -171,6 +174,7 @@ def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
     plain = wrapped = 0
     for name in wanted:
         plain += name in known
+        # Counted, not all or nothing: adapters or a tied head may be missing under either name.
         wrapped += f"{MODEL}.{name}" in known
     if wrapped > plain:
         return f"{MODEL}."
@@ -201,6 +205,7 @@ def find_step(folder: Path) -> Path:
             where=str(folder / layout.TRACKER),
             way_out=f"Name the folder with {layout.METADATA} itself, or write '{layout.RELEASE}' or a step's number.",
         )
+    # Newest first; the step that the tracker names goes before them, `release` behind.
     steps = [layout.checkpoint_folder(folder, number) for number in reversed(layout.list_iterations(folder))]
     if named is not None:
         named_step = folder / named if named == layout.RELEASE else layout.checkpoint_folder(folder, int(named))

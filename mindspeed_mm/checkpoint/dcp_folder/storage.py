@@ -59,6 +59,7 @@ class _HashingFileSystem(FileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
+        # torch writes `.metadata` under another name first.
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
@@ -170,6 +171,7 @@ def read_chunk(reader: MetadataReader, key: str, chunk: ChunkStorageMetadata, dt
     """
     place = MetadataIndex(key, chunk.offsets)
     start = torch.Size([0] * len(chunk.sizes))
+    # By hand: torch's planner asks for the whole tensor to fill.
     item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
     held = torch.empty(chunk.sizes, dtype=dtype)
     reader.fs = _NamingFileSystem()
@@ -204,6 +206,7 @@ def plain_errors(folder: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
+        # Of the first rank: the others mostly failed for the same reason.
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, MMError):
             raise cause from error

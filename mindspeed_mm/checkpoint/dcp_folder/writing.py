@@ -64,6 +64,7 @@ class _LazyPlanner(DefaultSavePlanner):
     """Gives torch's writer a tensor when its turn comes: the writer asks for one after the other."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], note: Note) -> None:
+        # One process: there is nothing that two ranks hold.
         super().__init__(dedup_save_to_lowest_rank=False)
         self._tensors, self._note = tensors, note
 
@@ -72,6 +73,7 @@ class _LazyPlanner(DefaultSavePlanner):
         for name, tensor in self._tensors.items():
             key = f"{SECTION}{name}"
             items.append(_item(key, tensor))
+            # As torch notes how the tree was flattened: readers find the section `model` by it.
             paths[key] = (MODEL, name)
         self.plan = SavePlan(items, planner_data=paths)
         return self.plan
@@ -119,6 +121,7 @@ class _AliasWriter(FileSystemWriter):
         again = []
         for alias, key in self._aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            # The same place in the file, entered a second time.
             again.append(replace(written[key], index=replace(written[key].index, fqn=alias)))
             if isinstance(metadata.planner_data, dict):
                 metadata.planner_data[alias] = (MODEL, alias.removeprefix(SECTION))

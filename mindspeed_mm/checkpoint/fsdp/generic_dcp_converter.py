@@ -90,6 +90,7 @@ class GenericDCPConverter(Converter):
                 left_out = outline.unused(surplus, where=hf_dir, allowed=allow_unused)
             ties = tie_weight_mapping or {}
             _check_stored_ties(ties, tensors)
+            # A prefix that no key begins with would rename nothing, and nobody would notice.
             check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
             _check_fused(fused, tensors, hf_dir, dims=3)
             for key, tensor in tensors.items():
@@ -344,6 +345,7 @@ def hub_folder(
         made[key] = held[name]
         times[held[name].key] = 2
     if stored is not None:
+        # Heads that training does not have are written as they lie in the model's folder.
         made |= {key: stored[key] for key in taken_over}
     return HubFolder(made, times, left_out)
 

@@ -50,6 +50,7 @@ def adapter_model(
 
 def _config(family: MegatronFamily, depths: Mapping[str, int]) -> dict[str, object]:
     """Depths are all that adapters' names depend on."""
+    # Stand-ins that `describe` reads, for numbers that the adapters' names do not show.
     widths = {"hidden_size": 1, "embed_dim": 1, "num_attention_heads": 1, "num_heads": 1, "vocab_size": 1}
     return {
         "model_type": family.model_types[0],
@@ -73,5 +74,6 @@ def _adapter_rule(rule: KeyRule, part: str, prefix: str, module_names: Mapping[s
 
 
 def _adapter_cut(pattern: str, cut: TensorCut) -> tuple[str, TensorCut]:
+    # y = B A x: B has the rows of the weight, A its columns; the other of the two is whole on every rank.
     part = "B" if cut.dim == 0 else "A"
     return f"{pattern.rpartition('.')[0]}.lora_{part}.default.weight", TensorCut(cut.dim)

@@ -48,6 +48,7 @@ def expected_shapes(
         hub = {key: _shaped(entry.shape) for key, entry in find_entries(home).items()}
     else:
         return None
+    # Zeros through the same key map as weights: shapes come out, nothing is read.
     whole = megatron_tensors(hub, family.model(config, canonical=canonical))
     return {name: tensor.shape for name, tensor in whole.items()}
 
@@ -132,6 +133,7 @@ def _unlike_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Ite
                     break
             wanted = set(map(str, layers))
             first, shape = next(iter(shapes.items()))
+            # Of either side: missing there, or there without being wanted.
             for number in sorted(wanted ^ shapes.keys(), key=str):
                 what = "is surplus there" if number in shapes else f"is missing, and there in layer {first}"
                 yield Problem(what, key=f"{tower.layers}{number}.{part}")

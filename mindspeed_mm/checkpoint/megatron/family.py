@@ -113,6 +113,7 @@ class MegatronModel:
 
     def cut_of(self, name: str) -> TensorCut | None:
         """How tensor parallelism cuts a whole tensor; None: not at all."""
+        # The first pattern that takes the name.
         return next((cut for regex, cut in self._cuts if regex.fullmatch(name)), None)
 
     def tower_of(self, name: str) -> PipelineTower:
@@ -217,6 +218,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     """A placeholder in it stands for one part of a name between dots."""
     regex = ""
     for part in re.split(r"(\{\w+\})", text):
+        # The capturing group in `split` keeps the placeholders among the parts.
         regex += r"[^.]+" if part.startswith("{") else re.escape(part)
     return re.compile(regex)
 
@@ -251,6 +253,7 @@ class TensorCut:
             ValueError: The ranks do not divide the units.
         """
         if self.padded:
+            # As Megatron's make_vocab_size_divisible_by.
             tensor = pad(tensor, self.dim, multiple * ranks)
         length = tensor.shape[self.dim]
         each, rest = divmod(length, self.parts)
@@ -272,6 +275,7 @@ class TensorCut:
             ValueError: A piece is no `parts` equal parts, or the pieces are shorter than `true_length`.
         """
         in_order = []
+        # Part by part over all ranks, not rank by rank: a rank's piece holds its run of each.
         for part in range(self.parts):
             for piece in pieces:
                 length, rest = divmod(piece.shape[self.dim], self.parts)

@@ -120,6 +120,7 @@ def find_step(folder: Path) -> Path:
         return folder
     named = tracker_text(folder)
     if is_number(named):
+        # The tracker says 100, the folder is iter_0000100.
         named = f"iter_{int(named):07d}"
     steps = [path.name for path in sorted(folder.glob("*/")) if _holds_step(path)]
     if named in steps:
@@ -225,6 +226,7 @@ def read_divided(
     told = kept or wanted
     expert_ranks = 1
     if told is not None:
+        # Needed before files are read: the names of their folders do not show what a second number is.
         canonical, expert_ranks = told.canonical, told.ep
     model = family.model(config, canonical=canonical)
     contents = _read_files(step, expert_ranks)
@@ -239,6 +241,7 @@ def read_divided(
 def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout: MegatronLayout) -> dict[str, str]:
     found = {}
     for rank, content in contents.items():
+        # `optimizer` and the like, beside `model` or `model0` …
         for section, stored in content.tensors.items():
             at = f"{layout.folder_name(rank)}/{section}"
             if section not in shards[rank]:
@@ -336,6 +339,7 @@ def _layout_of(
     """The division that files show: their names have the ranks, their tensors the layers."""
     stages = 1 + max(rank.pp for rank in contents)
     first_file = next(iter(contents.values()))
+    # model0, model1 …: one for each chunk; a pipeline without chunks has `model` alone.
     numbered = [key for key in first_file.tensors if key.removeprefix("model").isdecimal()]
     chunks = max(1, len(numbered))
     empty = MegatronLayout({"text": ((0,) * stages,) * chunks})
@@ -368,6 +372,7 @@ def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: Mega
     embedding = _find_tensor(contents, model.embedding)
     if embedding is None or not embedding.shape or model.vocabulary is None:
         return 1
+    # The first rank's piece: all are of one length, since the whole was filled up for that.
     rows = embedding.shape[0] * tp
     for power in _POWERS:
         multiple = power * tp
@@ -398,6 +403,7 @@ def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Pa
     """Raise `UsageError` where a person said another division than the checkpoint has."""
     said, held = wanted.to_json(), found.to_json()
     for key, value in said.items():
+        # Nobody says that one: it has a default, and the files show it.
         if key == "vocabulary_multiple" or value == held.get(key, value):
             continue
         raise UsageError(

@@ -185,6 +185,7 @@ class MegatronLayout:
         """
         try:
             layers = {}
+            # A tower that the model does not have is left out, or written as an empty list.
             for tower, flag in FLAG_OF_TOWER.items():
                 if values.get(flag):
                     layers[tower] = parse_stages(values[flag], flag)
@@ -253,6 +254,7 @@ _EVERYWHERE = "towers_on_every_stage"
 
 def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> frozenset[str]:
     names = values.get(_EVERYWHERE, [])
+    # The language model is what the pipeline divides.
     known = [tower for tower in layers if tower != "text"]
     if not isinstance(names, list) or not all(name in known for name in names):
         raise UsageError(f"{names!r} are not towers of {known}", key=_EVERYWHERE)
@@ -311,6 +313,7 @@ def even_layers(depths: Mapping[str, int], stages: int, chunks: int = 1) -> dict
     """
     places = stages * chunks
     each, rest = divmod(depths["text"], places)
+    # 10 layers in 4 places: 3, 3, 2, 2
     text = [each + 1] * rest + [each] * (places - rest)
     layers = {"text": _in_chunks(text, stages)}
     for tower in TOWERS[1:]:
@@ -349,6 +352,7 @@ def parse_folder_name(name: str, *, expert_ranks: bool) -> MegatronRank | None:
     found = _FOLDER.fullmatch(name)
     if found is None:
         return None
+    # mp_rank_TT_PPP_EEE, of which the last two may be missing
     tp, second, third = map(int, found.groups(default="0"))
     if expert_ranks and found[3] is None:
         return MegatronRank(tp, 0, second)

@@ -93,6 +93,7 @@ class _Made:
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if (module, name) == ("collections", "OrderedDict"):
+            # The one class that is taken as it is: state dicts are of it.
             return OrderedDict
         if not _is_expected(module, name):
             raise PermissionError(f"{module}.{name}")
@@ -147,6 +148,7 @@ def read_index(path: str) -> PtIndex:
 
 def _index_of(archive: zipfile.ZipFile, raw: BinaryIO) -> PtIndex:
     names = archive.namelist()
+    # Of two members of one name, two readers may take different ones.
     for name, times in Counter(names).items():
         if times > 1:
             raise ValueError(f"it has two members called {name}")
@@ -220,6 +222,7 @@ def _key_text(key: object) -> str:
 
 
 def _tensor_entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> Entry:
+    # A parameter holds the tensor as its first argument.
     while made.maker.name.startswith("_rebuild_parameter"):
         made = made.arguments[0]
     arguments = made.arguments
@@ -240,6 +243,7 @@ def _tensor_entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, i
     first_byte, size = place_of(str(storage))
     # A storage without a type counts bytes.
     element = _ELEMENT_BYTES.get(_DTYPE_OF_STORAGE.get(kind, ""), 1)
+    # Else a tensor could reach beyond its own storage.
     if count * element != size:
         raise ValueError(f"{name} names {count * element} bytes, and data/{storage} holds {size}")
     return dtype or _DTYPE_OF_STORAGE.get(kind, kind), list(shape), list(strides), first_byte, offset, size
@@ -257,6 +261,7 @@ def _first_byte(entry: zipfile.ZipInfo, raw: BinaryIO) -> int:
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename} is compressed")
     raw.seek(entry.header_offset)
+    # A local header's fixed part; its last two fields are the two lengths, of 16 bits each.
     header = raw.read(30)
     if header[:4] != b"PK\x03\x04":
         raise ValueError(f"{entry.filename} has no header")
@@ -269,6 +274,7 @@ def main() -> None:
     """Print the index of each file named, one JSON object a line; an error is an object with `refused` or `broken`."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    # It writes no file; the answer goes through a pipe, which this does not limit.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for path in sys.argv[1:]:
         try:

@@ -62,10 +62,12 @@ def read_pt_files(paths: Sequence[Path]) -> list[PtContent]:
     for path in paths:
         if not path.is_file():
             raise CheckpointError("does not exist", where=str(path), way_out="Copy the whole folder again.")
+    # -I: no PYTHONPATH, no user's packages, no current folder: nothing foreign is imported.
     command = [sys.executable, "-I", str(pt_index.__file__), *map(str, paths)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = answer.stdout.splitlines()
     contents = [_pt_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
+    # One line a file: the first without one is what the process died of, of too much memory or time.
     if len(lines) < len(paths):
         last = (answer.stderr.strip() or f"exit status {answer.returncode}").splitlines()[-1]
         raise CheckpointError(f"cannot be read: {last}", where=str(paths[len(lines)]), way_out=_BROKEN)
@@ -126,5 +128,6 @@ class _MappedTensor:
         entry = self.entry
         if math.prod(entry.shape) == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
+        # A view of the mapped file; pages are read when numbers are.
         of_tensor = self.file.bytes[entry.first_byte : entry.first_byte + entry.span_bytes]
         return torch.empty(0, dtype=entry.dtype).set_(of_tensor, entry.offset, entry.shape, entry.strides)

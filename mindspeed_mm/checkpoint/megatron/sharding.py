@@ -36,6 +36,7 @@ def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shar
         shards[rank] = {chunk: {} for chunk in layout.chunk_keys}
     tensors = dict(whole)
     if model.tied_head and layout.stages > 1 and model.embedding in tensors:
+        # The last stage has no embedding to share: it holds a copy as its head.
         tensors[model.head] = tensors[model.embedding]
     for name, tensor in in_natural_order(tensors).items():
         for rank, chunk, local, piece in _pieces(name, tensor, model, layout):
@@ -87,6 +88,7 @@ def times_written(whole: Tensors, model: MegatronModel, layout: MegatronLayout) 
 def _holders(name: str, model: MegatronModel, layout: MegatronLayout) -> int:
     """Ranks that hold the same piece of a tensor."""
     tower = model.tower_of(name)
+    # Uncut, it is one piece that every tensor rank holds.
     pieces = layout.tp_size(tower.name) if model.cut_of(name) else 1
     expert_ranks, _ = _expert_ranks(name, model, layout)
     return layout.tp // pieces * len(expert_ranks) * len(_stage_places(name, tower, layout))
@@ -120,6 +122,7 @@ def _expert_ranks(name: str, model: MegatronModel, layout: MegatronLayout) -> tu
         return list(range(layout.ep)), name
     if not is_number(found["number"]) or int(found["number"]) >= model.experts:
         raise ModelFolderError(f"config.json has {model.experts} experts, counted from 0", key=name)
+    # Runs of experts, rank after rank; each rank counts its own from 0.
     rank, local = divmod(int(found["number"]), model.experts // layout.ep)
     return [rank], f"{found['before']}{local}{found['after']}"
 
@@ -181,6 +184,7 @@ def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronMod
     name = local
     if local.startswith(tower.layers):
         number, _, rest = local.removeprefix(tower.layers).partition(".")
+        # Position in the place → number in the whole model.
         held = layout.layers_at(tower.name, place)
         layer = _number_below(number, len(held), f"{local}: it is layer", "layers", layout.folder_name(rank))
         name = f"{tower.layers}{held[layer]}.{rest}"
@@ -230,6 +234,7 @@ def _check_present(name: str, pieces: list[_Piece], layout: MegatronLayout) -> N
     present = {(piece.rank.tp, piece.rank.ep) for piece in pieces}
     expert_ranks: Iterable[int] = range(layout.ep)
     if EXPERT.fullmatch(name):
+        # Those that hold this expert: one of them.
         expert_ranks = sorted({ep for _, ep in present})
     for tp, ep in product(range(layout.tp), expert_ranks):
         if (tp, ep) in present:

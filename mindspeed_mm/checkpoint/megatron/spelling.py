@@ -47,6 +47,7 @@ def usual_names(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, Lazy
     """
     names: dict[str, str] = {}
     for name in tensors:
+        # Transformer Engine's: scales of 8-bit products, pickled.
         if name.endswith("._extra_state"):
             continue
         first = names.setdefault(usual_name(name), name)

@@ -82,6 +82,7 @@ class WholeWeights:
         for name, layer in self._layers(key, tensor):
             if found := _ONE_EXPERT.fullmatch(name):
                 yield usual_name(f"{found['before']}local_experts.{found['number']}.{found['after']}"), layer
+            # (experts, …) of one layer
             elif found := _STACKED_EXPERTS.fullmatch(name):
                 self._check_stacked(key, layer, self.model.experts, "experts")
                 for expert in range(self.model.experts):
@@ -109,6 +110,7 @@ class WholeWeights:
             return
         self._check_stacked(key, tensor, depth, f"layers of the {tower.name} tower")
         for layer in range(depth):
+            # (layers, …): the key has no number, the name behind it is that of each layer.
             yield f"{tower.layers}{layer}.{rest}", Selected(tensor, 0, layer)
 
     def _check_stacked(self, key: str, tensor: LazyTensor, wanted: int, of_what: str) -> None:
@@ -193,6 +195,7 @@ def _joined_halves(made: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         stem, end = name[:-2], name[-2:]
         if end not in _HALVES or ".linear_fc1." not in stem:
             found[name] = tensor
+        # The gate brings its up along; the up by itself is passed over.
         elif end == _HALVES[0]:
             other = made.get(stem + _HALVES[1])
             if other is None:

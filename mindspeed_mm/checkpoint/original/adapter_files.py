@@ -71,8 +71,11 @@ def open_adapter(adapter: Adapter, *, needs_alphas: bool = True) -> Iterator[Ope
     path, scaling = adapter.path, adapter.scaling
     if not path.is_file():
         check_folder_exists(path)
-    found = tensors_of_checkpoint(path) if path.is_dir() else None
+    found = None
+    if path.is_dir():
+        found = tensors_of_checkpoint(path)
     if found is not None:
+        # The base's tensors may lie beside them.
         tensors = {name: tensor for name, tensor in found.items() if ".lora_" in name}
         alphas = alphas_of(tensors, {}, path, scaling, needed=needs_alphas)
         yield OpenedAdapter(SourceLedger(tensors, path), alphas)
@@ -203,6 +206,7 @@ def renamed(
     for naming in Naming:
         if naming is Naming.MM and not family.mm:
             continue
+        # Whose names they are is tried out: a LoRA has no marks of its own, and may be of some layers only.
         hub, unknown = _through(modules, family.rules(naming))
         if naming is Naming.DIFFUSERS:  # whose rules take any name
             unknown = [module for module in modules if not _is_of_diffusers(module, family)]
@@ -228,6 +232,7 @@ def _through(
     made: dict[str, tuple[LazyTensor, LazyTensor]] = {}
     unknown = {f"{module}.weight": module for module in modules}
     try:
+        # B goes through the map as the weight would: it has the weight's rows.
         steps = rules.steps({key: modules[module][1] for key, module in unknown.items()})
     except ModelFolderError as error:  # a part of a layer that is made of several has none
         raise UsageError(
@@ -236,6 +241,7 @@ def _through(
             way_out="Merge it into the model's weights with merge_lora_to_base.",
         ) from error
     for step in steps:
+        # Parts of a layer that was taken apart have the one A; by identity.
         downs = {id(down): down for down in (modules[unknown[source]][0] for source in step.sources)}
         if len(downs) > 1:
             raise UsageError(
@@ -257,6 +263,7 @@ def _flat_names(family: GeneratorLayouts) -> Mapping[re.Pattern[str], str]:
             layer = source.removesuffix(".{part}").removesuffix(".weight")
             if "*" in layer:
                 continue
+            # Underscores cannot be turned back by themselves: `to_q` has one of its own.
             flat = re.escape(layer.replace(".", "_")).replace(re.escape("{n}"), r"(?P<n>\d+)")
             found[re.compile(flat)] = layer.replace("{n}", r"\g<n>")
     return found

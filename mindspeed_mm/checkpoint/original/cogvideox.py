@@ -57,6 +57,7 @@ _QKV = [f"{_LAYER}attn1.to_{name}" for name in "qkv"]
 def _modulation(source: str) -> KeyRule:
     """The authors' modulation of a layer: shift, scale and gate before attention and before the projections, of the
     video, then the same six of the text. diffusers' has one module for attention and one for the projections."""
+    # (video 1, video 2, text 1, text 2) → (video 1, text 1, video 2, text 2), three parts each
     order = (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)
     targets = [f"{_LAYER}norm1.linear.{{part}}", f"{_LAYER}norm2.linear.{{part}}"]
     return KeyRule(f"{source}.{{part}}", targets, (ReorderParts(0, order), Split(0, parts=2)))
@@ -73,6 +74,7 @@ def _config(tensors: Tensors, given: Json) -> Json:
         patch_t = 2
         per_patch *= patch_t
         in_channels //= per_patch
+    # 30 heads of 64: the 2B
     is_rotary = dim != 30 * 64
     config: Json = {
         "num_attention_heads": dim // head_dim,
@@ -92,6 +94,7 @@ def _config(tensors: Tensors, given: Json) -> Json:
     if "ofs_embedding.linear_1.weight" in tensors:
         config["ofs_embed_dim"] = tensors["ofs_embedding.linear_1.weight"].shape[1]
     if is_1_5:
+        # 1.5's release: 1360 × 768 pixels, 8 to a latent, and 81 frames; shapes do not tell them.
         config |= {"sample_width": 170, "sample_height": 96, "sample_frames": 81, "patch_bias": True}
     return config
 

@@ -151,7 +151,9 @@ class MMCommands(OriginalCommands):
 
     def mm_to_dcp(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Write MindSpeed-MM's weights or adapters as a distributed checkpoint that trains."""
-        tensors = tensors_of_checkpoint(cfg.source_path) if self._holds_one_rank(cfg.source_path) else None
+        tensors = None
+        if self._holds_one_rank(cfg.source_path):
+            tensors = tensors_of_checkpoint(cfg.source_path)
         if tensors and all(".lora_" in name for name in tensors):
             return self._convert_adapter(cfg, Naming.DIFFUSERS)
         return self._convert(cfg, Naming.MM, Naming.DIFFUSERS, is_distributed=True)
@@ -284,7 +286,12 @@ class HunyuanVideoConverter(MMCommands, Converter):
 
     def __init__(self, version: Literal["t2v", "i2v", "t2v-lora", "i2v-lora"] | None = None) -> None:
         self._takes_adapters = version is not None and version.endswith("-lora")
-        super().__init__("t2v" if version in ("t2v", "t2v-lora") else "i2v" if version else None)
+        task: Literal["t2v", "i2v"] | None = None
+        if version in ("t2v", "t2v-lora"):
+            task = "t2v"
+        elif version is not None:
+            task = "i2v"
+        super().__init__(task)
 
     def source_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Rename the authors' own weights, or with `--version i2v-lora` their LoRA, to MindSpeed-MM's names."""
@@ -342,9 +349,14 @@ class FlatPieces:
             if missing := [place for place in places if place not in stored]:
                 raise CheckpointError("is missing", where=str(first.path.parent), key=missing[0])
             pieces = [stored[place] for place in places]
+            # By the name without wrappers, but with the prefix, as the files list them.
             shape = first.shapes.get(name)
-            name = name.removeprefix(f"{self.prefix}.") if self.prefix else name
-            made[name] = Agreeing(pieces, places) if shape is None else self._joined(key, pieces, shape)
+            if self.prefix:
+                name = name.removeprefix(f"{self.prefix}.")
+            if shape is None:  # not sharded: every rank holds the whole
+                made[name] = Agreeing(pieces, places)
+            else:
+                made[name] = self._joined(key, pieces, shape)
         return made
 
     def _joined(self, key: str, pieces: list[LazyTensor], shape: list[int]) -> LazyTensor:
@@ -394,6 +406,7 @@ def _open_trained(
 def _rank_files(step: Path) -> list[Path]:
     """The files of LayerZeRO in a step, by rank."""
     found = {int(match[1]): file for file in step.glob("model_*.pt") if (match := _FILE.fullmatch(file.name))}
+    # Holes below the highest rank: how many ranks there were, nothing says.
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
         where = str(step / f"model_{missing[0]}.pt")
@@ -443,6 +456,7 @@ def _convert_text_encoder(source: Path, target: Path, *, stream: TextIO | None =
         if not tensors:
             raise ModelFolderError("holds no language model", where=str(source))
         files, texts = safetensors_files(tensors)
+        # `text_config` names neither class nor type for a model that stands alone.
         written = {"model_type": "llama", **text, "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
         texts["config.json"] = json.dumps(written, indent=2) + "\n"
         copies = {name: path for name, path in asset_files(source).items() if name.startswith(_TOKENIZER)}

@@ -88,7 +88,9 @@ def convert_generator(
         weights = stack.enter_context(open_source(source))
         if check is not None:
             check(weights)
-        opened = stack.enter_context(open_adapter(adapter)) if adapter else None
+        opened = None
+        if adapter:
+            opened = stack.enter_context(open_adapter(adapter))
         return convert(
             plan_conversion(weights, wanted, opened),
             target,
@@ -111,6 +113,7 @@ def plan_conversion(
     family = weights.family
     ledgers = [SourceLedger(weights.stored, weights.path)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
+    # Before a LoRA is merged: merging changes neither names nor shapes.
     config = fitting_config(hub, weights, wanted.hf_dir, wanted.task)
     if weights.is_of_run:
         hub = _as_before_training(hub, wanted.hf_dir or weights.home)
@@ -165,6 +168,7 @@ def _mm_files(
     files: dict[str, OutputFile] = {}
     for name, sections in contents.items():
         files[f"{RELEASE}/{name}"] = PtFile(sections, {"checkpoint_version": CHECKPOINT_VERSION})
+    # Without a line's end, as MindSpeed-MM writes it.
     texts[TRACKER] = RELEASE
     texts[f"{RELEASE}/{LAYOUT_FILE}"] = _json({"family": family.name, **layout.to_json()})
     return files, times_written(whole, model, layout)

@@ -111,6 +111,7 @@ def check_blocks(tensors: Tensors) -> list[Problem]:
         wanted = blocks.get(1, blocks[min(blocks)])
         for number in range(max(blocks) + 1):
             found = blocks.get(number, {})
+            # The first block may hold more, such as a projection of inputs; what others have, it has too.
             shapes = wanted if number else {**found, **wanted}
             problems += _block_problems(f"{stack}.{number}.", found, shapes)
     return problems
@@ -153,6 +154,7 @@ def _config_problems(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig
     config = given.content
     try:
         with _keys_needed(family, hub) as asked:
+            # Heads as the configuration has them: a width that is no released size would be refused.
             told = family.config(asked, {"num_heads": config.get("num_attention_heads", 1), "task": task})
     except ModelFolderError:
         return []  # what is missing is told by the comparison with the model
@@ -167,7 +169,11 @@ def _config_problems(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig
 
 def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differences: list[Problem]) -> None:
     shapes = _model_shapes(family, given)
-    problems = check_blocks(hub) if shapes is None else check_fits(hub, shapes)
+    if shapes is None:
+        problems = check_blocks(hub)
+    else:
+        problems = check_fits(hub, shapes)
+    # Where all keys and shapes fit the model, a number that differs has no say in them.
     if shapes is None or problems:
         problems = differences + problems
     if not problems:

@@ -37,6 +37,7 @@ def recognise_generator(keys: Iterable[str]) -> tuple[GeneratorLayouts, Naming] 
     Args:
         keys: Of the stored tensors.
     """
+    # Marks have no wrappers before them.
     names = set(map(without_wrappers, keys))
     for family in GENERATORS:
         for naming, marks in family.marks.items():

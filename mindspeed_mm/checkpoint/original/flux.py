@@ -79,6 +79,7 @@ def _common_config(tensors: Tensors) -> Json:
     head_dim = tensors["transformer_blocks.0.attn.norm_q.weight"].shape[0]
     return {
         "in_channels": in_channels,
+        # As diffusers' own files have it: None where it is the same.
         "out_channels": None if out_channels == in_channels else out_channels,
         "num_layers": count(tensors, "transformer_blocks."),
         "num_single_layers": count(tensors, "single_transformer_blocks."),
@@ -100,6 +101,7 @@ def _config_of_2(tensors: Tensors, given: Json) -> Json:
     timestep = tensors["time_guidance_embed.timestep_embedder.linear_1.weight"]
     return _common_config(tensors) | {
         "timestep_guidance_channels": timestep.shape[1],
+        # The first layer holds gate and up.
         "mlp_ratio": gate_and_up / 2 / dim,
         "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in tensors,
     }
@@ -129,6 +131,7 @@ FLUX = GeneratorLayouts(
         fused(
             f"{_SINGLE}linear1",
             [*(_NEW_SINGLE + name for name in _IMAGE_QKV), f"{_NEW_SINGLE}proj_mlp"],
+            # One layer holds queries, keys, values and the first of the MLP.
             (1, 1, 1, _MLP_RATIO),
         ),
         *_norms(_SINGLE, _NEW_SINGLE),

@@ -72,6 +72,7 @@ class GeneratorLayouts:
             ModelFolderError: MindSpeed-MM has no names of its own for the family.
         """
         if naming is Naming.DIFFUSERS:
+            # Any name, into itself; the second rule is for names without a dot.
             return KeyMap([KeyRule("{name*}", "{name*}"), KeyRule("{name}", "{name}")])
         if naming is Naming.MM and not self.mm:
             raise ModelFolderError(
@@ -106,6 +107,7 @@ def to_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -> 
     for key, tensor in tensors.items():
         if naming is Naming.DIFFUSERS:
             stripped[key] = tensor
+        # MindSpeed-MM's `left_out` is said by whoever read the ranks' files.
         elif naming is Naming.MM or family.why_left_out(key) is None:
             stripped[without_wrappers(key)] = tensor
     return _applied(family.rules(naming), stripped, family)

@@ -148,6 +148,7 @@ HUNYUAN_VIDEO = GeneratorLayouts(
     original=(
         *modules(_TEXT_IN | _TIME_AND_GUIDANCE),
         *_BLOCKS,
+        # Queries, keys, values and the first layer of an MLP four times as wide
         fused(f"{_OLD_SINGLE}linear1", [*_SINGLE_QKV, f"{_NEW_SINGLE}proj_mlp"], (1, 1, 1, 4)),
         *_last_rules("final_layer.linear", "final_layer.adaLN_modulation.1"),
     ),

@@ -71,6 +71,7 @@ class InternVLUConverter(Converter):
             for part in _PARTS:
                 own = {name.removeprefix(f"{part}."): tensor for name, tensor in ledger.tensors.items()
                        if name.startswith(f"{part}.")}  # fmt: skip
+                # Before a file is written: an export of other weights would make a folder that does not load.
                 check_same_tensors(own, cfg.source_path, released / part)
                 written, indices = safetensors_files(own)
                 files |= {f"{part}/{name}": file for name, file in written.items()}
@@ -101,6 +102,7 @@ def _config(released: Path) -> JsonObject:
             "downsample": 2 ** len(vae.get("temperal_downsample", (False, True, True))),
         },
     }
+    # It names the release's own code, which is not run here.
     config.pop("auto_map", None)
     return config
 

@@ -41,6 +41,7 @@ class LowRankSum(LazyTensor):
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         rows, columns = region
         rank = self.down.shape[0]
+        # In fp32, rounded once at the end: small updates vanish when they are added in bf16.
         summed = torch.empty(rows[1], columns[1], dtype=torch.float32)
         down = torch.empty(rank, columns[1], dtype=torch.float32)
         up = torch.empty(rows[1], rank, dtype=torch.float32)
@@ -123,6 +124,7 @@ def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], fa
     for naming in Naming:
         if naming is Naming.MM and not family.mm:
             continue
+        # By the base's own tensors: an adapter may be for layers that only some sizes of the family have.
         known = set(map(without_wrappers, from_diffusers(base, family, naming)))
         unknown = [module for module in modules if f"{module}.weight" not in known]
         if not unknown:
@@ -156,6 +158,7 @@ def alphas_of(
         ModelFolderError: The file says something that is no number.
     """
     stored = {bare_module(key.removesuffix(".alpha")): key for key in list(lora) if key.endswith(".alpha")}
+    # kohya's: a tensor of one number beside each pair.
     own = {module: _number(lora.pop(key), key, path) for module, key in stored.items()}
     config = _config(metadata, path)
     of_others = config if config is not None else said.alpha
@@ -185,6 +188,7 @@ def _config(metadata: Mapping[str, str], path: Path) -> float | None:
         raise ModelFolderError(f"what it says about itself is not valid JSON: {error}", where=str(path)) from error
     if not isinstance(values, dict):
         raise ModelFolderError("what it says about itself is not a table of values", where=str(path))
+    # With `transformer.` before it, as diffusers writes several models' settings into one header.
     if values.get("use_dora") or values.get("transformer.use_dora"):
         raise UsageError("is an adapter of DoRA, which is not merged here", where=str(path))
     if values.get("alpha_pattern") or values.get("transformer.alpha_pattern") or values.get("use_rslora"):

@@ -82,6 +82,7 @@ def renamed_adapters(
             way_out="Export with --lora-format diffusers.",
         )
     names, made = NAMES[class_name], dict[str, LazyTensor]()
+    # Stand-ins of the weights' shapes: the map shows which layers become one.
     shapes = {key: _zero_factor(shape) for key, shape in weights.items()}
     left = set(adapters)
     for step in names.steps(shapes):
@@ -116,6 +117,7 @@ def layers_of(
     for step in names.steps({key: _zero_factor(shape) for key, shape in weights.items()}):
         for key in made_by([step]):
             layer = key.removesuffix(".weight")
+            # All names are made from the model's layers: kohya's underscores cannot be turned back.
             own |= {f"diffusion_model.{layer}": key, f"lora_unet_{layer.replace('.', '_')}": key}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -155,12 +157,14 @@ def _of_one_layer(
     parts = [adapters.get(source.removesuffix(".weight")) for source in step.sources]
     there = list(filter(None, parts))
     first = there[0]
+    # One rank, scale and dtype for the joined layer: smaller ranks are filled up, other scales go into B.
     rank, scale, dtype = max(part.a.shape[0] for part in there), first.scale, first.a.dtype
     whole_rank, inputs = rank * len(parts), first.a.shape[1]
     downs: list[LazyTensor] = []
     diagonal: dict[str, LazyTensor] = {}
     for number, (source, part, shape) in enumerate(zip(step.sources, parts, shapes, strict=True)):
         downs.append(_down(part, (rank, inputs), dtype))
+        # Part `number` of A's rows meets these columns of B alone.
         columns = slice(number * rank, (number + 1) * rank)
         diagonal[source] = _up(part, columns, (shape[0], whole_rank), scale, dtype)
     down = downs[0] if len(downs) == 1 else Computed(downs, torch.cat, (whole_rank, inputs), dtype)
@@ -171,6 +175,7 @@ def _of_one_layer(
         layer = f"diffusion_model.{layer}"
     else:
         layer = f"lora_unet_{layer.replace('.', '_')}"
+    # Readers divide alpha by the rank that they see, which is that of the joined layer.
     alpha = Computed([], lambda _: torch.tensor(scale * whole_rank), (), torch.float32)
     return {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up, f"{layer}.alpha": alpha}
 

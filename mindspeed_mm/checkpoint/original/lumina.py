@@ -55,6 +55,7 @@ class LuminaConverter(Converter):
         (content,) = read_pt_files([step / _RANK / WEIGHTS_FILE])
         stored = {self.ours(name): tensor for name, tensor in content.tensors.get("model", {}).items()}
         ledger = SourceLedger(stored, step)
+        # A folder of configuration and tokenizer will do; what weights it has are compared.
         if any(cfg.hf_dir.glob("*.safetensors")):
             check_same_tensors(ledger.tensors, step, cfg.hf_dir)
         files, texts = safetensors_files(ledger.tensors)

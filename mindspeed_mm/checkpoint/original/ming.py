@@ -87,6 +87,7 @@ def draws_of_release(source: Path, target: Path, *, stream: TextIO | None = None
         mlp = {name: tensor for name, tensor in others.items() if name.startswith(_MLP)}
         queries = {name: tensor for name, tensor in others.items() if name not in mlp}
         config = _read(source / "transformer/config.json") | {"_class_name": "MingImageTransformer"}
+        # Of the first layer's matrix, (condition_inner_dim, condition_dim).
         config |= dict(zip(_OWN_SETTINGS, reversed(_shape(mlp, "mlp.fc1.weight", source)), strict=True))
         files = {
             f"transformer/{_WEIGHTS}": SafetensorsFile({**transformer, **mlp}),
@@ -116,6 +117,7 @@ def release_of_draws(source: Path, target: Path, *, stream: TextIO | None = None
         transformer, queries = (ledger.tensors for ledger in ledgers)
         mlp = {name: tensor for name, tensor in transformer.items() if name.startswith(_MLP)}
         config = _read(source / "transformer/config.json") | {"_class_name": "SD3Transformer2DModel"}
+        # The released class does not take them.
         kept = {name: value for name, value in config.items() if name not in _OWN_SETTINGS}
         own = {name: tensor for name, tensor in transformer.items() if name not in mlp}
         files = {

@@ -163,6 +163,7 @@ def megatron_family(family: GeneratorLayouts) -> MegatronFamily:
     """A family as the readers and writers of `mp_rank_*` folders want it; its config has `model_type`, the family's
     name, and `num_layers`."""
     division = DIVISIONS[family.name]
+    # As the language model of a family: the one tower that a pipeline divides.
     tower = PipelineTower("text", prefix="", layers=division.layers, first=division.first, last=division.last)
 
     def describe(config: Config) -> MegatronModel:

@@ -57,6 +57,7 @@ def _takes_frames(tensors: Tensors) -> bool:
 def _config(tensors: Tensors, given: Json) -> Json:
     patches = tensors["pos_embed.proj.weight"].shape
     width, patch = patches[0], patches[2]
+    # Shapes do not tell the heads; the released model has 24.
     heads = int(given.get("num_attention_heads") or given.get("num_heads") or _HEADS)
     config: Json = {
         "num_attention_heads": heads,
@@ -243,6 +244,7 @@ def _vae_weights(source: Path, averaged: bool) -> Mapping[str, torch.Tensor]:
     if averaged and average:
         return {key.replace("module.", ""): value for key, value in average.items()}
     if isinstance(content, Mapping):
+        # The trainer's files have a `state_dict`, and in it the generator beside its discriminator.
         content = content.get("state_dict", content)
         content = content.get("gen_model", content)
     if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -254,8 +256,10 @@ def _vae_config(tensors: Tensors, source: Path) -> Json:
     beside = source.parent / "config.json"
     if beside.is_file():
         return {**read_json_object(beside, ModelFolderError), "_class_name": "WFVAEModel"}
+    # The encoder gives a mean and a variance of each latent.
     latents = tensors["encoder.conv_out.conv.weight"].shape[0] // 2
     base = tensors["encoder.down1.0.weight"].shape[0]
+    # 3 colours in 8 bands of a wavelet over time, too; over the picture alone they are 4.
     in_time = tensors["encoder.connect_l1.weight"].shape[1] == 24
     scale, shift = [_SCALE] * latents, [0.0] * latents
     if in_time:

@@ -177,6 +177,7 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
         check_folder_exists(path)
     elif _has_ranks(path):
         yield _mm_weights(path)
+    # After the ranks' folders: Megatron-Core's distributed ones have an index as well, and names of their own.
     elif not is_megatron_folder(path) and (step := step_in(path)) is not None:
         yield weights_of_run(step)
     elif (path / TRACKER).is_file() and not any(path.glob("*.safetensors")):
@@ -230,6 +231,7 @@ def _pickled_weights(folder: Path) -> Path | None:
         return None
     latest = folder / "latest"
     if latest.is_file():
+        # The last part alone: the file's words may not lead out of the folder.
         folder = folder / Path(latest.read_text(errors="replace").strip()).name
     files = [file for file in sorted(folder.glob("*")) if file.suffix in _PT_SUFFIXES]
     if len(files) == 1:
@@ -309,6 +311,7 @@ def weights_of_run(step: Path, *, average: bool = False) -> GeneratorWeights:
         averages = {key.removeprefix(_AVERAGE): reader.lazy(key) for key in reader.entries if key.startswith(_AVERAGE)}
         if not averages:
             raise CheckpointError("keeps no average of the weights", where=str(step), key="ema_model")
+        # Over the trained weights: what is not averaged, such as frozen parts, comes from those.
         tensors |= averages
     family, naming = generator_of(tensors, str(step))
     home = model_noted_in(step)
@@ -321,6 +324,7 @@ def _depth(contents: Sequence[PtContent], layers: str) -> int:
     """Layers of the whole model: those of every stage and chunk, told by one rank of each stage."""
     of_place: dict[tuple[str, str], int] = {}
     for content in contents:
+        # mp_rank_<tensor rank>_<stage>: of each stage the tensor ranks hold the same layers.
         stage = "_".join(content.path.parent.name.split("_")[3:])
         for chunk, tensors in content.tensors.items():
             of_place[stage, chunk] = len(names_behind(tensors, layers))

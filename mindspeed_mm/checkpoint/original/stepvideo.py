@@ -33,10 +33,13 @@ def _config(tensors: Tensors, given: Json) -> Json:
     head_dim = tensors["transformer_blocks.0.attn1.q_norm.weight"].shape[0]
     is_told_motion = f"{_TIMES}motion_score_embedder.linear_1.weight" in tensors
     words = tensors["caption_projection.linear_1.weight"].shape[1]
+    channels = inputs
+    if is_told_motion:  # the first picture's latents stand beside those that are denoised
+        channels = inputs // 2
     return {
         "num_attention_heads": dim // head_dim,
         "attention_head_dim": head_dim,
-        "in_channels": inputs // 2 if is_told_motion else inputs,
+        "in_channels": channels,
         "out_channels": tensors["proj_out.weight"].shape[0] // patch**2,
         "num_layers": count(tensors, "transformer_blocks."),
         "patch_size": patch,

@@ -45,6 +45,7 @@ def convert_release(source: Path, target: Path, *, stream: TextIO | None = None)
         UsageError: The target may not be written.
     """
     clip_files = (f"{_CLIP}/model.safetensors", f"{_CLIP}/pytorch_model.bin")
+    # Where neither is there, the last is named as missing below.
     clip = next((name for name in clip_files if (source / name).is_file()), clip_files[-1])
     copied = {
         "transformer": "transformer",

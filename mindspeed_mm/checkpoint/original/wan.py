@@ -91,6 +91,7 @@ _VACE_PATCHES = {"vace_patch_embedding": "vace_patch_embedding"}
 
 
 def _config(tensors: Tensors, given: Json) -> Json:
+    # (out_channels · frames · rows · columns of a patch, width)
     out_rows, dim = tensors["proj_out.weight"].shape
     patches = tensors["patch_embedding.weight"].shape
     heads = int(given["num_heads"]) if "num_heads" in given else _released_heads(dim)
@@ -153,6 +154,7 @@ def _original_config(tensors: Tensors, config: Json) -> Json:
         "num_heads": config["num_attention_heads"],
         "num_layers": config["num_layers"],
         "out_dim": config["out_channels"],
+        # Of all releases; diffusers' configuration does not have it.
         "text_len": 512,
     }
     if is_vace:
@@ -166,6 +168,7 @@ def _task(tensors: Tensors) -> str:
     channels = tensors["patch_embedding.weight"].shape[1]
     has_image = "condition_embedder.image_embedder.norm1.weight" in tensors
     if not has_image:
+        # 48: the latents of 2.2's 5B; more than 16: those of a picture beside the noise.
         return {16: "T2V", 48: "TI2V"}.get(channels, "I2V")
     return "I2V"
 

@@ -106,6 +106,7 @@ def hf_to_megatron(
             tensors |= renamed_text(text, model, text_dir)
             incomparable = _OTHER_TEXT
         whole = megatron_tensors(tensors, model)
+        # weights=False: the folder's weights are what is checked, and would agree with themselves.
         shapes = expected_shapes(hf_dir, family, config, canonical=canonical, weights=False)
         check_whole(whole, shapes, model, text_dir or hf_dir, hf_dir)
         if vision_only:
@@ -131,6 +132,7 @@ def _without_a_place(
     """Keys of a folder that are no part of the model, with the reasons to leave them out; raises where it has none."""
     carried = {key: tensor for key, tensor in tensors.items() if not key.startswith(model.not_carried)}
     taken = {key for step in model.key_map.steps(carried) for key in step.sources}
+    # The usual case: all has a place, and the model's class, which takes seconds, is not asked.
     if carried.keys() <= taken and not writing.allow_unused:
         return {}
     outline = TransformersOutline.of(hf_dir)
@@ -178,6 +180,7 @@ def megatron_to_hf(
         times: dict[str, int | None] = {}
         for key, embedding in _copy_of_tied_head(joined).items():
             tensors[key] = embedding
+            # Written as the embedding and as the head.
             times |= dict.fromkeys(stored_keys(embedding), 2)
         if joined.own:
             check_same_tensors(tensors, mm_dir, hf_dir)
@@ -268,6 +271,7 @@ def _joined(
     weights = hf_dir if any(hf_dir.glob("*.safetensors")) else None
     with _opened(weights) as own:
         for key, tensor in own.items():
+            # The talker of an omni model, say: from the model's own folder, since the checkpoint has none.
             if key.startswith(model.not_carried):
                 tensors[key] = tensor
         yield _Joined(model, ledger, tensors, own, found.left_out, dropped)
@@ -383,7 +387,9 @@ def adapters_to_hf(
     """
     step = find_step(mm_dir)
     kept = read_layout(step)
-    wanted = _adapter_layout(said, naming) if said else None
+    wanted = None
+    if said:
+        wanted = _adapter_layout(said, naming)
     layout = kept or wanted
     if layout is None:
         raise UsageError(
@@ -397,6 +403,7 @@ def adapters_to_hf(
     found = DividedWeights(step, read_shards(step, layout), model, layout)
     ledger = SourceLedger(found.stored, step)
     tensors = renamed_to_hub(found.whole(ledger.tensors), model)
+    # In one file, however large: PEFT reads no shards.
     files, texts = safetensors_files(tensors, float("inf"), ADAPTER_FILE.partition(".")[0])
     copies = _adapter_config(step.parent) or _adapter_config(step)
     conversion = Conversion(

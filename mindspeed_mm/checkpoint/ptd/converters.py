@@ -106,7 +106,10 @@ class _Megatron(Converter):
             overwrite: Replace what an earlier conversion wrote to target_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
         """
-        writing, hf_dir = Writing(overwrite, verify, self.examine), cfg.hf_config.hf_dir if cfg.hf_config else None
+        writing = Writing(overwrite, verify, self.examine)
+        hf_dir: Path | None = None
+        if cfg.hf_config:
+            hf_dir = cfg.hf_config.hf_dir
         if _holds_whole_tensors(cfg.source_dir):
             _note_no_effect(cfg.source_parallel_config, "source_parallel_config", cfg.source_dir)
             wanted = cfg.target_parallel_config
@@ -240,6 +243,7 @@ class VideoAlignConverter(_Megatron):
             raise UsageError("adapters alone are not written", key="cfg.save_lora_only", way_out=way_out)
         facts, home = cfg.common_model_config, cfg.hf_config.hf_dir
         cfg.mm_dir.parent.mkdir(parents=True, exist_ok=True)
+        # On the target's disk: the whole model is written once before it is divided.
         with tempfile.TemporaryDirectory(dir=cfg.mm_dir.parent) as place:
             if cfg.pt_path is not None or facts.resize_vocab_size is not None or not is_reward_model(home):
                 files = _released(home, cfg.pt_path, facts)

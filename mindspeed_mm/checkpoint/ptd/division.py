@@ -39,6 +39,7 @@ def layout_of(
                 way_out="Write [14,14], or one list for each virtual chunk: [[7,7],[7,7]].",
             )
         named[tower] = tuple(map(tuple, stages))
+    # Its stages and chunks are those of all towers.
     text = named.get("text", ((0,),))
     layers = even_layers(depths, len(text[0]), len(text)) | named
     sizes = {}

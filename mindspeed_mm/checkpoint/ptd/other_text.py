@@ -41,6 +41,7 @@ def renamed_text(tensors: Mapping[str, LazyTensor], model: MegatronModel, folder
             key="cfg.common_model_config.llm_hf_dir",
             way_out="Name this folder in cfg.hf_config.hf_dir.",
         )
+    # model.language_model.embed_tokens.weight → model.language_model
     at = source_of[model.embedding].split(".")[:-2]
     if at[-1:] == [_BASE]:  # the whole language model lies in the larger one
         start = ".".join([*at[:-1], ""])

@@ -125,6 +125,7 @@ def _opened(files: ReleasedFiles) -> Iterator[list[SourceLedger]]:
             what = f"holds neither {WHOLE}, nor {ADAPTERS} and {OTHERS}"
             raise ModelFolderError(what, where=str(path), way_out="Name a checkpoint-* folder of VideoReward.")
         others = _state(path / OTHERS)
+        # What was trained whole takes the place of the base's tensors of that name.
         replaced = {_named(key, files.model_prefix) for key in others}
         ledgers = [SourceLedger({k: t for k, t in base.items() if _named(k, "") not in replaced}, files.hf_dir)]
         with open_weights(path, MAPPED_BYTES) as adapters:
@@ -180,11 +181,13 @@ def _new_head(files: ReleasedFiles, weights: Mapping[str, LazyTensor]) -> LazyTe
         raise ModelFolderError("is missing", where=str(files.pt_path), key=REWARD_HEAD)
     embedding = weights[_EMBEDDING]
     spread = float(model_config(files.hf_dir).get("initializer_range", 0.02))
+    # Seeded: two conversions of the same folder give the same bytes.
     head = torch.randn(1, embedding.shape[1], generator=torch.Generator().manual_seed(0)) * spread
     return HeldTensor(head.to(embedding.dtype))
 
 
 def _added(read: list[torch.Tensor], scale: float) -> torch.Tensor:
+    # In fp32 at least: the sum is rounded once.
     weight, down, up = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in read)
     return weight + scale * (up @ down)
 
@@ -257,6 +260,7 @@ def _changes(files: ReleasedFiles, weights: Mapping[str, LazyTensor]) -> JsonObj
     config = model_config(files.hf_dir)
     found: JsonObject = {"architectures": [REWARD_MODEL], "vocab_size": rows}
     if isinstance(config.get("text_config"), dict):
+        # Newer folders keep the language model's numbers in a section.
         found = {"architectures": [REWARD_MODEL], "text_config": {**config["text_config"], "vocab_size": rows}}
     found["output_dim"] = weights[REWARD_HEAD].shape[0]
     if files.pt_path is not None and (norm := _settings(files.pt_path).get("inference_config")):

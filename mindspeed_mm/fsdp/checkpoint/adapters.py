@@ -122,10 +122,12 @@ def write_adapters(
                 made, metadata = _renamed(model, folder, own, report, lora_format), {}
             elif _transformer_class(model) in ALPHA_BESIDE_LAYERS:
                 made, metadata = made | _alphas(own, report), {}
+            # In full precision whatever weights are written in: a rounded alpha scales every update.
             rule = DtypeRule({key: torch.float32 for key in made if key.endswith(ALPHA_END)}, dtype)
             ranks.first("making the folder", partial((draft / folder).mkdir, exist_ok=True))
             write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=metadata)
         return
+    # PEFT keeps the rows of new tokens under keys of their own, apart from the adapters.
     rows = _token_rows(lora, tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in lora.token_rows}
     made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, others).items()} | rows
@@ -214,7 +216,7 @@ def _renamed(
                 way_out="Export with --lora-format diffusers, or with --merge.",
             )
         halves.setdefault(layer, {})[side] = tensor
-    start = f"{part}." if part else ""
+    start = part and f"{part}."
     shapes = {}
     for name, parameter in model.named_parameters():
         if name.startswith(start) and not is_adapter_weight(name):
@@ -241,6 +243,7 @@ def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor
             columns = Computed(
                 [b, first_b], lambda read: torch.cat([read[0], -read[1]], dim=1), (outputs, 2 * rank), b.dtype
             )
+            # Lazy: each is computed when its file is written.
             made |= {adapter_weight(layer, "A"): rows, adapter_weight(layer, "B"): columns}
     return made
 
@@ -286,6 +289,7 @@ def merged_tensors(model: nn.Module, outline: nn.Module, base: Path) -> Iterator
         tensors = folder_tensors(outline, stored)
         remember_layout(outline, base)
         merge_into(tensors, [(deltas_of_run(lora, trained, outline), 1.0)], None)
+        # What is trained whole beside the adapters replaces the base's.
         tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
         yield with_beside(hub_tensors(outline, tensors), kept_beside(outline, stored))
 

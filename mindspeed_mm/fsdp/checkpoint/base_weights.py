@@ -28,9 +28,9 @@ _SAMPLE_BYTES = 1 << 16
 def weights_folder_of_load(load: str | None) -> Path | None:
     """The folder that `training.load` names when it holds a model's weights; None when those of the model folder count.
     A run that trains adapters needs them again whenever it goes on."""
-    folder = Path(load) if load else None
-    if folder is None or not folder.is_dir():
+    if not load or not Path(load).is_dir():
         return None
+    folder = Path(load)
     is_model = recognise(folder) in {"hf", "megatron"}
     if is_model or step_of_weights(folder) is not None:
         return folder
@@ -63,6 +63,7 @@ def base_weights_mark(folder: Path) -> str:
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
             for sample in range(_SAMPLES):
+                # Evenly from the first byte to the last.
                 stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -137,11 +137,12 @@ def _manifest(
 
 
 def _commit(draft: Path, save: Path, manifest: Manifest, note: Callable[[str], None]) -> Path:
-    if problems := verify_files(draft, manifest.files, "size"):
+    if problems := verify_files(draft, manifest.files, "size"):  # hosts that do not share the folder are found here
         raise CheckpointError(
             "rank 0 does not see what the other ranks wrote. Is training.save on a file system that all hosts share?",
             problems=problems,
         )
+    # This order is the protocol: the manifest last into the draft, then the name, then the tracker.
     manifest.write(draft)
     folder = layout.checkpoint_folder(save, manifest.iteration)
     layout.commit(draft, folder, note)

@@ -157,7 +157,9 @@ def _resolve(path: Path) -> tuple[str, Path]:
             way_out = "Name it in training.lora.pretrained_lora_path to start from these adapters."
         what = f"is a folder of kind '{kind}', not a checkpoint of a run"
         raise CheckpointError(what, where=str(path), way_out=way_out)
-    return ("ours" if (path / layout.MANIFEST).exists() else "foreign"), path
+    if (path / layout.MANIFEST).exists():
+        return "ours", path
+    return "foreign", path
 
 
 def _newest_good(save: Path, ranks: Ranks, verification: Verification) -> CommittedCheckpoint | None:
@@ -166,6 +168,7 @@ def _newest_good(save: Path, ranks: Ranks, verification: Verification) -> Commit
         "looking for checkpoints", lambda: (layout.list_iterations(save), layout.read_tracker(save))
     )
     skipped: list[Problem] = []
+    # The tracker is not followed: a kill may come between a checkpoint's name and the tracker.
     for iteration in reversed(iterations):
         folder = layout.checkpoint_folder(save, iteration)
         try:
@@ -189,6 +192,7 @@ def _verified(folder: Path, ranks: Ranks, verification: Verification) -> Manifes
         "verifying",
         lambda: verify_files(folder, manifest.files, verification, part=ranks.rank, parts=ranks.world_size),
     )
+    # Each once: several ranks may meet the same fault.
     problems = list(dict.fromkeys(chain.from_iterable(shares)))
     if problems:
         raise InvalidCheckpoint(f"{folder.name} is damaged:", problems=problems)

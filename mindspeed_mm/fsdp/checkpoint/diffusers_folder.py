@@ -105,6 +105,7 @@ def copy_components(source: Path, draft: Path) -> list[str]:
     components = list(component_folders(source))
     check_links(source)
     for folder in components:
+        # Before it is copied: a link out of the folder would bring in files of somebody else.
         check_links(folder, deep=True)
         copy_plain(folder, draft / folder.name)
     for file in (source / GENERATOR_INDEX, *sorted(source.glob("LICENSE*"))):

@@ -96,6 +96,7 @@ def _kept_by_first_rank(model: nn.Module, source: Path, ranks: Ranks) -> Iterato
             return [(key, tensor.shape, tensor.dtype) for key, tensor in found.items()]
 
         told = ranks.first("reading the source", find)
+        # The other ranks need key, shape and type alone: rank 0 writes.
         yield {key: found.get(key) or Zeros(shape, dtype) for key, shape, dtype in told}
 
 
@@ -127,6 +128,7 @@ class _GatheredTensors:
             tensor = torch.empty_like(self._everything[key], device=current_device())
         whole = whole_tensor(tensor)
         if self._share is not None:
+            # A broadcast takes a tensor on the device, in one piece.
             whole = whole.to(current_device()).contiguous()
             dist.broadcast(whole, group=self._share.group, group_src=self._share.owners[key])
         return whole.cpu()

@@ -82,7 +82,10 @@ def load_beside(checkpoint: CommittedCheckpoint, beside: TrainedBeside, ranks: R
     held = TensorIndex(reader, checkpoint, BESIDE, BESIDE_OPTIMIZER)
     if not held.model_entries():
         return False
-    _fill(held, reader, beside.model, beside.optimizer if with_optimizer else None, ranks, None)
+    optimizer = None
+    if with_optimizer:
+        optimizer = beside.optimizer
+    _fill(held, reader, beside.model, optimizer, ranks, None)
     return True
 
 
@@ -110,6 +113,7 @@ def _fill(
         ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole), key))
         tree[key] = averages_to_fill(ema)
     with torch.no_grad():
+        # In place, into this rank's shards. All comparisons come before: a refusal changes nothing.
         read_tree(held.as_stored(tree), reader.storage, ranks)
     if optimizer is not None:
         _give_state(model, optimizer, state)
@@ -133,6 +137,7 @@ def _give_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Optim
     own = dict(parameters)
     for copy, first in first_names(model).items():
         own.setdefault(first, parameters.get(copy, nn.Parameter()))
+    # Otherwise state that the optimizer has made already would stay beside what was read.
     optimizer.state.clear()
     for name, keys in state.items():
         optimizer.state[own[name]] = keys
@@ -157,7 +162,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None) -> None:
     """Where one rank has a shared weight and its copy, the weight was read: give the copy the same."""
     own = dict(model.named_parameters())
-    averages = ema.tensors() if ema is not None else {}
+    averages: Mapping[str, torch.Tensor] = {}
+    if ema is not None:
+        averages = ema.tensors()
     for copy, first in first_names(model).items():
         if first not in own:
             continue
@@ -282,6 +289,7 @@ class TensorIndex:
         held = {name: entry.size for name, entry in self.model_entries().items()}
         self.check_adapters(any(map(is_adapter_weight, tensors)))
         wrapper = wrapper_prefix(held, tensors)
+        # `wrapper`: a prefix that all names of a checkpoint from elsewhere share; mostly empty.
         names = {name: f"{wrapper}{name}" for name in tensors}
         for alias, name in aliases.items():
             stored = f"{wrapper}{alias}"
@@ -352,7 +360,7 @@ class TensorIndex:
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        kept = self.manifest.optimizer if self.manifest else None
+        kept = self.manifest and self.manifest.optimizer
         has_state = any(key.startswith(f"{self._optimizer}.state.") for key in self.tensors)
         if kept is None and not (self.manifest is None and has_state):
             raise CheckpointError("holds no optimizer state", where=str(self.path), way_out=WEIGHTS_ONLY)

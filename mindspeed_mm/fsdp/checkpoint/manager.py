@@ -90,7 +90,7 @@ class CheckpointManager:
             CheckpointError: This save, or the one that was under way, failed, on all ranks alike. An earlier failure
                 does not keep this save from being made.
         """
-        earlier_failure = self._settle()
+        earlier_failure = self._settle()  # one save at a time; raised after this one was started
         if self._last_saved != iteration:
             self._start(lambda: self._collect(iteration, model, optimizer, state, ema, beside))
         if earlier_failure is not None:
@@ -169,7 +169,7 @@ class CheckpointManager:
             CheckpointError: It was saved from another model or by another optimizer.
         """
         read_optimizer = None if self.training.no_load_optim else optimizer
-        read_average = None if optimizer is None else ema
+        read_average = None if optimizer is None else ema  # the weights only: the average starts from them
         has_average = load_tensors(checkpoint, model, read_optimizer, self.ranks, read_average)
         if beside is not None and not load_beside(
             checkpoint, beside, self.ranks, with_optimizer=not self.training.no_load_optim
@@ -205,7 +205,7 @@ class CheckpointManager:
         if self.training.no_save_rng or not isinstance(rng, dict):
             rng = {}
         if self._background:
-            tree = snapshot(tree)
+            tree = snapshot(tree)  # training goes on meanwhile, in the model's own memory
         plain_state = {key: value for key, value in state.items() if key != "rng"}
         return CheckpointContents(
             iteration=iteration,
@@ -224,7 +224,7 @@ class CheckpointManager:
 
     def _commit(self, contents: CheckpointContents) -> None:
         commit_checkpoint(self.save_folder, contents, self.context, self.ranks, self.note)
-        self._last_saved = contents.iteration
+        self._last_saved = contents.iteration  # committed: what fails from here on loses nothing
         self.ranks.first("deleting old checkpoints", self._prune)
 
     def _prune(self) -> None:

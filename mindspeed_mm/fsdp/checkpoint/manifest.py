@@ -117,6 +117,7 @@ def _check_types(manifest: Manifest, path: Path) -> None:
 def _check_format(content: Mapping[str, object], path: Path) -> None:
     if content.get("format") != FORMAT or type(version := content.get("format_version")) is not int:
         raise InvalidCheckpoint("is not a manifest of a checkpoint", where=str(path))
+    # No InvalidCheckpoint: it is good, and an older one must not be taken instead.
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"has format version {version}, this installation reads up to {FORMAT_VERSION}",
@@ -148,6 +149,7 @@ def verify_files(
         return []
     problems = _differing_sizes(folder, files) if part == 0 else []
     if verification == "hash" and not problems:
+        # Sorted, so that all ranks deal the same shares.
         for name in sorted(files)[part::parts]:
             problem = _differing_content(folder / name, files[name])
             if problem is not None:

@@ -187,7 +187,9 @@ def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: 
     was_provided, is_provided = then.get("loader") == PROVIDED, today.get("loader") == PROVIDED
     if was_provided == is_provided:
         return
-    which = "this run" if is_provided else "the run that saved the checkpoint"
+    which = "the run that saved the checkpoint"
+    if is_provided:
+        which = "this run"
     raise CheckpointError(
         f"{which} reads its data by a function of the caller, the other one as the configuration says: no place in the "
         "one is a place in the other",
@@ -242,6 +244,7 @@ def _data_changes(before: Context, now: Context, told: Sequence[str]) -> list[Pr
         del found["files"]
         found.pop("rows", None)
     if changes or told or len(found) > 1:
+        # The hash covers all the rest: beside another change it says nothing new.
         found.pop("hash", None)
     for key, values in found.items():
         changes.append(Problem(_change(*values), key=f"data: {key}"))
@@ -254,7 +257,9 @@ def _is_told(key: str, told: Sequence[str]) -> bool:
         return False
     setting = key.removeprefix("settings.")
     # The fingerprint has one template, which two keys name: `template` and `chat_template`.
-    ending = "template" if setting == "template" else f".{setting}"
+    ending = f".{setting}"
+    if setting == "template":
+        ending = setting
     return any(name.endswith(ending) for name in told)
 
 
@@ -381,7 +386,10 @@ def _plain_leaves(value: object, prefix: str = "") -> dict[str, object]:
         return {prefix: value}
     leaves: dict[str, object] = {}
     for key, item in value.items():
-        leaves |= _plain_leaves(item, f"{prefix}.{key}" if prefix else str(key))
+        name = str(key)
+        if prefix:
+            name = f"{prefix}.{name}"
+        leaves |= _plain_leaves(item, name)
     return leaves
 
 

@@ -99,6 +99,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         *model.named_buffers(remove_duplicate=False),
     ]
     for name, tensor in everything:
+        # By identity: a shared parameter is one object under several names.
         first = first_names.setdefault(id(tensor), plain_name(name))
         if first != plain_name(name):
             aliases[plain_name(name)] = first

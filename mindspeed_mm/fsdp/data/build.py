@@ -72,7 +72,10 @@ def _of_rows(
 ) -> tuple[MMDataset, MMDataset | None]:
     """Both data sets with whole rows as samples; arguments as of `build_mm_dataset`."""
     basic = dataset_param.basic_parameters
-    own_rows = basic.val_dataset if basic.val_dataset is not None else basic.get("val_features_dir")
+    # `val_rate: 0` and `val_max_samples: 0` both switch validation off; a features_dir alone also names rows.
+    own_rows = basic.val_dataset
+    if own_rows is None:
+        own_rows = basic.get("val_features_dir")
     rate = basic.val_rate or None
     if basic.val_max_samples == 0:
         own_rows = rate = None
@@ -84,6 +87,7 @@ def _of_rows(
     if own_validation is not None or not ways:
         return train, own_validation
     if val_dataset_param is not None:
+        # Errors name `data.val_dataset_param…`, where the user wrote the value.
         with told_as(_of_own_section):
             return train, _build(_read_whole(val_dataset_param), encode_ahead, seed)[0]
     if own_rows is not None:
@@ -155,6 +159,7 @@ def build_mm_dataloader(
             pin_memory=get_device_type() != "cpu" and pin is not False,
             pixels_as_bytes=pixels_as_bytes,
             timeout_s=timeout_s,
+            # A slot is memory that a worker shares with this process: it is sized for the largest micro-batch.
             slot_bytes=_slot_bytes(dataset, order),
         ),
     )
@@ -174,6 +179,7 @@ def _processes(dataset: MMDataset, dataloader_param: DataloaderParam, micro_batc
 def _slot_bytes(dataset: MMDataset, order: Order) -> int:
     """Room for a micro-batch: pixels of clips are larger than anything else that is sent."""
     if isinstance(order, BucketOrder) and dataset.is_raw:
+        # 1 MiB more, for what goes with the pixels: ids, captions, sizes.
         return max(SLOT_BYTES, _PIXEL_BYTES * order.most_pixels + 2**20)
     return SLOT_BYTES
 
@@ -205,6 +211,7 @@ def _make(dataset_param: DatasetParam) -> Any:
         "dataset_param": dataset_param,
     }
     if name in dataset_cards():
+        # Built-in data sets take the three sections in this order; a plugin those that its signature names.
         return entry(*sections.values())
     whole_names = {"basic_parameters": "basic_param", "preprocess_parameters": "preprocess_param"}
     offered = sections | {whole: sections[short] for whole, short in whole_names.items()}
@@ -213,6 +220,7 @@ def _make(dataset_param: DatasetParam) -> Any:
 
 def _read_whole(dataset_param: DatasetParam) -> DatasetParam:
     """For validation, which is a pass over all rows: they are not streamed, and have no shares."""
+    # `model_copy` leaves the training section as it is: both data sets are built from one configuration.
     own = {"mix": None, "streaming": False}
     return dataset_param.model_copy(update={"basic_parameters": dataset_param.basic_parameters.model_copy(update=own)})
 
@@ -257,7 +265,9 @@ def collator_of(
     own = dataset.collate_fn or dataset.build_collator(dataloader_param.collate_param, packs=packs)
     if own is not None:
         return own
-    preprocess = dataset_param.preprocess_parameters if dataset_param is not None else PreprocessParameters()
+    preprocess = PreprocessParameters()
+    if dataset_param is not None:
+        preprocess = dataset_param.preprocess_parameters
     if processor is None and preprocess.model_name_or_path is not None:
         processor = view_processor(preprocess.model_name_or_path, preprocess)
     if processor is None:
@@ -323,6 +333,7 @@ class DatasetPart(DatasetView):
 
     def _remaining(self, part: Part) -> Part:
         """The rows of an entry that are in this part: they stay together, since the indices ascend."""
+        # Indices into this part, not into the whole: `_indices` is ascending, so a range stays a range.
         first, end = np.searchsorted(self._indices, (part.first, part.end)).tolist()
         return Part(part.name, first, end)
 
@@ -349,6 +360,7 @@ def split_dataset(
         )
     rows = np.arange(len(dataset)) if dataset.row_numbers is None else np.asarray(dataset.row_numbers)
     size = int(rows.max(initial=-1)) + 1
+    # Rows are held out, not samples: otherwise a repeated row would be in both parts.
     held_out = max(1, round(rate * size)) if rate else 0
     if not 0 < held_out < size:
         raise ConfigError(

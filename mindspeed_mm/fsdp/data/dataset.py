@@ -191,6 +191,7 @@ class DatasetView(MMDataset):
 
     def __init__(self, whole: MMDataset) -> None:
         self._whole = whole
+        # Every class attribute above has an annotation: one without it would not be handed on here.
         for name in MMDataset.__annotations__:
             setattr(self, name, getattr(whole, name))
 

@@ -39,6 +39,7 @@ class PieceLocation(NamedTuple):
 
 def piece_counts(lengths: np.ndarray, most: int) -> np.ndarray:
     """Number of pieces of documents with these lengths; at least one."""
+    # -(-a // b) is the quotient rounded up.
     return np.maximum(1, -(-lengths // most))
 
 
@@ -54,6 +55,7 @@ def piece_spans(pieces: np.ndarray, lengths: np.ndarray, most: int) -> tuple[np.
         most: Maximum number of tokens in a piece.
     """
     counts = piece_counts(lengths, most)
+    # With `most` <= 2 the piece before would be left with a single token itself.
     moves = (counts > 1) & (lengths % most == 1) & (most > 2)
 
     def border(number: np.ndarray) -> np.ndarray:
@@ -90,6 +92,7 @@ def in_pieces(dataset: MMDataset, *, estimates: bool = False) -> MMDataset:
     measured = np.arange(rows)
     if sizes is None:
         if estimates and rows > MEASURED_ROWS:
+            # 0 is among them: `DocumentPieces` looks for the measured row at or before each row.
             measured = np.arange(_PROBED_ROWS) * rows // _PROBED_ROWS
         sizes = np.zeros((rows, 2), dtype=np.int64)
         sizes[measured] = measured_rows(dataset, measured)
@@ -108,6 +111,7 @@ class DocumentPieces(DatasetView):
 
     def __init__(self, whole: MMDataset, sizes: np.ndarray, measured: np.ndarray) -> None:
         super().__init__(whole)
+        # A piece is a sample of its own, and is not cut again.
         self.row_numbers, self.cuts_documents = None, False
         self._most = whole.basic_parameters.cutoff_len
         self._sizes, self._measured = sizes, measured
@@ -120,9 +124,7 @@ class DocumentPieces(DatasetView):
         """The row that was encoded last, with its sample: a pass takes its pieces one after the other."""
 
     def __len__(self) -> int:
-        if len(self._ends):
-            return int(self._ends[-1])
-        return 0
+        return self._first(len(self._ends))
 
     def __getitem__(self, index: int) -> Any:
         """Sample `index`: a piece of a document, or any other sample as it is.
@@ -137,6 +139,7 @@ class DocumentPieces(DatasetView):
         start, end = self._span(index, len(sample["input_ids"]))
         if end - start == len(sample["input_ids"]):
             return dict(sample)
+        # Plain text has no media and no positions, so these two are all that has a token axis.
         cut = {key: sample[key][start:end] for key in ("input_ids", "labels")}
         return {**sample, **cut, "sample_id": str(self.place(index))}
 
@@ -144,6 +147,7 @@ class DocumentPieces(DatasetView):
     def measure(self, index: int) -> SampleSize | None:
         row = self._number(index)
         tokens, patches = self._sizes[row].tolist()
+        # Not measured, or unusable: the whole data set finds the size, or raises the error that says why.
         if not tokens:
             size = self._whole.measure(row)
             if size is None:

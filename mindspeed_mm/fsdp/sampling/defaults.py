@@ -60,19 +60,35 @@ def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = ""
     if sampling.num_inference_steps is None and not isinstance(steps, int):
         raise ConfigError(
             f"{adapter.pipelines[adapter.task]} has no default number of steps",
-            key=f"{key}.num_inference_steps" if "." in key else "--steps",
+            key=key_or_flag(key, "num_inference_steps", "--steps"),
             way_out="Set it.",
         )
     stated = adapter.usage.guidance
     if stated is None:
         stated = own.get(adapter.guidance_argument)
+    scale = None
+    if isinstance(stated, int | float):
+        scale = float(stated)
     filling: JsonObject = {
         "num_inference_steps": steps,
-        "guidance_scale": float(stated) if isinstance(stated, int | float) else None,
+        "guidance_scale": scale,
         "num_frames": _frames(adapter, own),
         "fps": usage.fps or own.get(_RATE_ARGUMENT) or _LAST_RESORT_FPS,
     }
     return sampling.model_copy(update={name: value for name, value in filling.items() if sampling[name] is None})
+
+
+def key_or_flag(key: str, name: str, flag: str) -> str:
+    """What to call a setting in messages: its key in a section of a YAML, or where there is none, its flag.
+
+    Args:
+        key: Of the settings, such as `training.sampling`; without a dot for those of a command.
+        name: Of the setting.
+        flag: That sets it on the command line.
+    """
+    if "." in key:
+        return f"{key}.{name}"
+    return flag
 
 
 def _pipeline_defaults(adapter: DiffusionAdapter) -> JsonMapping:

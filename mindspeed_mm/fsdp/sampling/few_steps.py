@@ -45,7 +45,10 @@ def student_noise(seeds: Sequence[int], few: FewSteps, latent_shape: Sequence[in
     for seed in seeds:
         started.append(noise_of(seed, latent_shape))
         steps = [noise_of(derive_seed(seed, "step", index), latent_shape) for index in range(further)]
-        put_on.append(torch.stack(steps) if steps else torch.zeros(0, *latent_shape))
+        if steps:
+            put_on.append(torch.stack(steps))
+        else:  # a single level: nothing is put on again, and the batch key stays
+            put_on.append(torch.zeros(0, *latent_shape))
         if few.context_noise:
             kept.append(noise_of(derive_seed(seed, "context"), latent_shape))
     found = {START: torch.stack(started), RENOISE: torch.stack(put_on)}
@@ -143,7 +146,9 @@ class StudentDrawing:
             for index, (level, following) in enumerate(itertools.pairwise(levels)):
                 x0 = self._clean(model, batch, x, _times(level, x), own())
                 noise = _of_frames(batch[RENOISE][:, index], frames).to(exact)
+                # Not a step towards x0: fresh noise of the next level, as consistency models are sampled.
                 x = self.denoise.adapter.noise_path.mix(x0, noise, _like(following, x))
+        # Outside of no_grad: this step alone is trained.
         return self._clean(model, batch, x, _times(levels[-1], x), own())
 
     def _clean(
@@ -157,6 +162,7 @@ class StudentDrawing:
     @torch.no_grad()
     def _keep(self, model: nn.Module, batch: Batch, frames: slice, piece: torch.Tensor, own: _Placed) -> None:
         """Let the blocks behind see a finished one, at the noise level of context."""
+        # The key counts timesteps of 1000; levels run from 0 to 1.
         level = self.few.context_noise / 1000
         if level:
             noise = _of_frames(batch[CONTEXT], frames).to(piece.dtype)

@@ -56,6 +56,7 @@ class FiniteScores:
         """Tokens (rows, L) with a further column, read together with them: how many tokens were chosen by finite scores
         before the first that was not."""
         good_TB = torch.stack(self.seen).long()
+        # (rows,): the product is 1 before the first bad token and 0 behind: its sum counts the good ones.
         good_B = good_TB.cumprod(dim=0).sum(dim=0)
         return torch.cat((tokens_BL, good_B[:, None].to(tokens_BL)), dim=1)
 
@@ -90,7 +91,9 @@ def not_finite(what: str, models: Mapping[str, nn.Module], *, where: str = "") -
             return NotFiniteError(what, where=where, way_out=way_out)
         types |= {parameter.dtype for parameter in model.parameters()}
     way_out = "All weights are finite, so an intermediate value overflows. Remove this input"
-    way_out += ', or set "dtype": "bfloat16" in the model\'s config.json.' if torch.float16 in types else "."
+    if torch.float16 in types:  # whose largest number is 65504
+        way_out += ', or set "dtype": "bfloat16" in the model\'s config.json'
+    way_out += "."
     return NotFiniteError(sentence, where=where, way_out=way_out)
 
 
@@ -99,12 +102,16 @@ def first_bad_weight(model: nn.Module) -> str | None:
     """The name of the first parameter or buffer, on this rank, that holds NaN or infinity. Buffers may hold -∞: masks
     do."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
         if local.is_meta or not local.is_floating_point() or not local.numel():
             continue
         if local.element_size() < _SMALLEST_FLOAT_BYTES:
             local = local.float()
-        is_bad = ~local.isfinite() if isinstance(tensor, nn.Parameter) else local.isnan()
+        is_bad = local.isnan()
+        if isinstance(tensor, nn.Parameter):
+            is_bad = ~local.isfinite()
         if is_bad.any():
             return name
     return None
@@ -154,6 +161,7 @@ class FiniteSteps:
             self._decoded.append(self._finite(latents))
             return plain(latents, *arguments, **named)
 
+        # The method of the class comes back by deleting ours; one that the instance had is put back.
         plain, own = vae.decode, vars(vae).get("decode")
         handle = transformer.register_forward_hook(predicted)
         vae.decode = decode
@@ -186,7 +194,10 @@ class FiniteSteps:
     def _finite(self, value: object) -> torch.Tensor:
         """(rows,) whether all numbers of each sample are finite; where samples cannot be told apart, of all."""
         found: torch.Tensor | None = None
-        for part in value if isinstance(value, tuple) else (value,):
+        parts: tuple[Any, ...] = (value,)
+        if isinstance(value, tuple):
+            parts = value
+        for part in parts:
             if isinstance(part, list):  # of single samples
                 sizes = torch.stack([torch.linalg.vector_norm(each, ord=torch.inf) for each in part])
             elif isinstance(part, torch.Tensor) and part.is_floating_point():
@@ -195,6 +206,8 @@ class FiniteSteps:
                 continue
             # With guidance the rows come twice, one block after the other.
             good = _of_rows(sizes.isfinite().view(-1), self._rows, dim=0)
-            found = good if found is None else found & good
+            if found is not None:
+                good = found & good
+            found = good
         assert found is not None
         return found

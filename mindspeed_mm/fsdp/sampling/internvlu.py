@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.data.datasets.internvlu.internvlu_dataset import (
 from mindspeed_mm.fsdp.data.datasets.internvlu.turns import (
     LEFT,
     ReadingSizes,
+    Task,
     TurnEncoder,
     TurnRow,
     seen_pixels,
@@ -129,8 +130,10 @@ class InternVLUSampler:
         for pieces, said in zip(turns[:-1:2], turns[1::2], strict=True):
             context.earlier.append((pieces, "".join(filter(None, said))))
         context.pieces, context.pictures = turns[-1], [load(source) for source in told.pictures]
-        last = context.pictures[-1] if context.pictures else None
-        return context, None if last is None else self._size(last.height, last.width)
+        if not context.pictures:
+            return context, None
+        last = context.pictures[-1]
+        return context, self._size(last.height, last.width)
 
     def answer(self, context: PictureQuestion, words: Words) -> tuple[str, bool]:
         """What the model says, and whether it came to an end."""
@@ -146,6 +149,7 @@ class InternVLUSampler:
         inputs = self._inputs(row, context.pictures)
         for _ in range(words.max_new_tokens):
             output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            # fp64 on the host: the same seed draws the same tokens on every device.
             logits = output.logits[0, -1].double().cpu()
             if words.temperature:
                 token = int(torch.multinomial((logits / words.temperature).softmax(0), 1, generator=draw))
@@ -185,9 +189,13 @@ class InternVLUSampler:
         pixels = [opened(picture, self._size) for picture in context.pictures]
         given = [self._vae.encode(each, None).to(self._exact) for each in pixels]
         blank = torch.zeros(3, *size, dtype=torch.uint8)
+        task: Task = "draw"
+        if context.pictures:
+            task = "edit"
         prompts = []
+        # In the order that `guided` takes them: whole, without words, without anything.
         for left in LEFT:
-            row = self._turns.begin("edit" if context.pictures else "draw", context.system)
+            row = self._turns.begin(task, context.system)
             seen = len(context.pictures)
             if left:
                 seen = self._turns.left_out(row, left, seen)
@@ -212,6 +220,7 @@ class InternVLUSampler:
         """(M, p² · C) on the host."""
         side = self._model.config.latent_patch_size
         grids = [grid, *[(each.shape[1] // side, each.shape[2] // side) for each in prompt.given]]
+        # (tokens, p² · C): latents of the given pictures first, the noisy ones last.
         tokens = torch.cat([*[patchified(each, side) for each in prompt.given], noisy]).to(self._device)
         times = torch.full((len(tokens),), time, dtype=tokens.dtype, device=self._device)
         positions, lengths = prompt.positions.to(self._device), [len(prompt.positions)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.core.suggest import did_you_mean
@@ -114,8 +115,8 @@ def empty_note(prompts: Sequence[Prompt]) -> str:
     shown = ", ".join(places[:3])
     if len(places) > 3:
         shown += " …"
-    count = "1 prompt is" if len(places) == 1 else f"{len(places)} prompts are"
-    return f"{count} empty ({shown}): sampled without a caption"
+    count = len(places)
+    return f"{count} {by_count(count, 'prompt is', 'prompts are')} empty ({shown}): sampled without a caption"
 
 
 def _read_lines(path: Path, first_number: int) -> list[Prompt]:
@@ -197,6 +198,7 @@ def _prompt(row: JsonMapping, number: int, place: str, media: MediaLoader) -> Pr
         raise DataError(f"{negative!r} is not text", where=place, key="negative_prompt")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise DataError(f"{seed!r} is not a whole number from 0 to 2^63 - 1", where=place, key="seed")
+    # Opened now, so that a missing file stops the run before hours of sampling.
     files = {name: _file(row[name], place, media, name) for name in MEDIA_FIELDS if row.get(name) is not None}
     return Prompt(number, text.strip(), place, files.pop("image", None), negative, seed, tuple(files.items()))
 
@@ -204,7 +206,9 @@ def _prompt(row: JsonMapping, number: int, place: str, media: MediaLoader) -> Pr
 def _file(item: object, place: str, media: MediaLoader, name: str) -> Path:
     """The path of a file that is there and may be opened; it is decoded when its turn comes."""
     if not isinstance(item, str) or not item:
-        kind = "video" if name in ("video", "control") else "picture"
+        kind = "picture"
+        if name in ("video", "control"):
+            kind = "video"
         raise DataError(f"{item!r} is not a path of a {kind}", where=place, key=name)
     if is_data_url(item):
         what = f"'{item[:30]}…' is a data: URL, and prompts of generators name files"

@@ -36,7 +36,7 @@ from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET, MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.sampling.defaults import filled
+from mindspeed_mm.fsdp.sampling.defaults import filled, key_or_flag
 from mindspeed_mm.fsdp.sampling.few_steps import StudentDrawing, student_noise
 from mindspeed_mm.fsdp.sampling.finite import FiniteSteps, NotFiniteError, not_finite
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
@@ -230,8 +230,9 @@ class DiffusionSampler:
         }
         there = {key: value.to(parameter.device) for key, value in inputs.items()}
         scale = sampling.guidance_scale
-        told = few.guidance if scale is None or not self.adapter.takes_guidance else scale
-        denoise = Denoiser(self.adapter, self._compute_dtype or parameter.dtype, told)
+        if scale is None or not self.adapter.takes_guidance:
+            scale = few.guidance
+        denoise = Denoiser(self.adapter, self._compute_dtype or parameter.dtype, scale)
         with evaluating(self._transformer):
             latents = StudentDrawing(denoise, few)(self._transformer, there)
         finite = latents.isfinite().flatten(1).all(dim=1).tolist()
@@ -240,7 +241,7 @@ class DiffusionSampler:
         made: list[MadeSample] = []
         for row in latents:
             pixels = self.adapter.decode(self.pipeline, row.unsqueeze(0))[0]
-            made.append(MadeSample(pixels.permute(1, 2, 3, 0).cpu().numpy()))
+            made.append(MadeSample(pixels.permute(1, 2, 3, 0).cpu().numpy()))  # (3, T, H, W) → (T, H, W, 3)
         return made
 
     def _conditions(self, batch: Sequence[SampleOrder], size: MediaSize) -> dict[str, torch.Tensor]:
@@ -364,7 +365,7 @@ def check_request(
     sampling = filled(adapter, sampling, key)
     smallest = geometry.nearest(MediaSize(1, 1, 1))
     frames = sampling.num_frames or 1
-    geometry.check_frames(frames, key=f"{key}.num_frames" if "." in key else "--frames")
+    geometry.check_frames(frames, key=key_or_flag(key, "num_frames", "--frames"))
     asked = MediaSize(frames, sampling.height or smallest.height, sampling.width or smallest.width)
     geometry.check(asked, key=key)
     if (few := adapter.few_steps) is not None and few.num_frame_per_block is not None:
@@ -374,7 +375,7 @@ def check_request(
     if adapter.task in adapter.one_by_one and sampling.batch_size > 1:
         raise ConfigError(
             f"{sampling.batch_size}, but samples of '{adapter.task}' are made one at a time",
-            key=f"{key}.batch_size" if "." in key else "--batch-size",
+            key=key_or_flag(key, "batch_size", "--batch-size"),
             way_out="Set 1.",
         )
     some_latents = torch.zeros(1, *geometry.latent_shape(smallest))
@@ -403,13 +404,13 @@ def _check_few_steps(adapter: DiffusionAdapter, sampling: SamplingArguments, key
     if sampling.num_inference_steps != steps:
         raise ConfigError(
             f"{sampling.num_inference_steps}, but the model was distilled to {steps} steps",
-            key=f"{key}.num_inference_steps" if "." in key else "--steps",
+            key=key_or_flag(key, "num_inference_steps", "--steps"),
             way_out="Leave it out.",
         )
     if scale is not None and scale > adapter.guidance_off and not adapter.takes_guidance:
         raise ConfigError(
             f"{scale:g}, but the model was distilled from a guided one and draws without guidance",
-            key=f"{key}.guidance_scale" if "." in key else "--guidance-scale",
+            key=key_or_flag(key, "guidance_scale", "--guidance-scale"),
             way_out="Leave it out.",
         )
 

@@ -34,12 +34,14 @@ def noise_grid(
     """
     tokens = adapter.shift_tokens(latent_shape)
     if shift is not None:
-        by = adapter.resolution_shift(tokens) if isinstance(shift, str) else shift
-        levels = [shift_sigma(1 - index / steps, by) for index in range(steps)]
+        if isinstance(shift, str):
+            shift = adapter.resolution_shift(tokens)
+        levels = [shift_sigma(1 - index / steps, shift) for index in range(steps)]
         return (*levels, 0.0)
     scheduler = load_component(adapter, "scheduler")
     if scheduler.config.get("use_dynamic_shifting"):
         levels = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
+        # mu is the logarithm of the shift.
         scheduler.set_timesteps(sigmas=levels, mu=math.log(adapter.released_shift(tokens)))
     else:
         scheduler.set_timesteps(steps)
@@ -155,8 +157,10 @@ def roll_out(
         density = steps.density(state, v, index)
         z = torch.stack([each.of_step(index, shape) for each in noise]).to(density.mean)
         sample = density.mean + density.std * z
+        # On the host: a rollout holds the states of all its steps, more than the device has room for.
         found.states[index], found.samples[index] = x, sample.cpu()
         found.log_probs[index], found.means[index] = log_prob(sample, density).cpu(), density.mean.cpu()
+        # Just what is kept: the next step begins with the numbers that training computes again from.
         x = found.samples[index]
         _check_finite(x, model, noise, f"the latents after step {index + 1} of {len(steps)}")
     found.latents = x

@@ -105,6 +105,7 @@ class UnifiedSampler:
         """Go on with a text."""
         ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         whole = [self._marks.text_start, *ids, self._marks.text_end]
+        # Before the text is read: guidance compares with the context up to here.
         context.without_text = context.whole.copy()
         for past in (context.whole, context.without_pictures):
             self._read(past, whole)
@@ -132,6 +133,7 @@ class UnifiedSampler:
         said: list[int] = []
         token = self._marks.text_start
         for _ in range(words.max_new_tokens):
+            # fp64 on the host: the same seed draws the same tokens on every device.
             logits = self._model.language_model["lm_head"](self._read(past, [token])[:, -1])[0].double().cpu()
             if words.temperature:
                 token = int(torch.multinomial((logits / words.temperature).softmax(0), 1, generator=draw))
@@ -164,6 +166,7 @@ class UnifiedSampler:
             )
         noisy = noise_of(drawing.seed, (rows * columns, config.latent_features)).to(self._exact)
         places = places_of(rows, columns, most)
+        # One more than steps, from 1 to 0.
         times = [shift_sigma(1 - step / drawing.steps, drawing.shift) for step in range(drawing.steps + 1)]
         for time, following in pairwise(times):
             noisy = noisy - (time - following) * self._velocity(context, noisy, time, places, drawing)
@@ -182,11 +185,13 @@ class UnifiedSampler:
         if context.has_pictures and drawing.picture_guidance > 1:
             base = self._predicted(context.without_pictures, noisy, time, places)
             guided = base + drawing.picture_guidance * (guided - base)
+        # Guidance may turn the velocity, not lengthen it: the factor min(|v| / |w|, 1) of the formula above.
         return guided * (whole.norm() / (guided.norm() + 1e-8)).clamp(max=1.0)
 
     def _predicted(self, past: KeyValues, noisy: torch.Tensor, time: float, places: torch.Tensor) -> torch.Tensor:
         latents = self._embedded(noisy, time, places)
         hidden = self._between_marks(past, latents, is_latent=True, keeps=False)
+        # Without the two marks around the picture.
         return self._model.llm2vae(hidden[0, 1:-1]).to(noisy.dtype).cpu()  # type: ignore[no-any-return]
 
     def _embedded(self, latents: torch.Tensor, time: float, places: torch.Tensor) -> torch.Tensor:
@@ -206,7 +211,10 @@ class UnifiedSampler:
         marks = torch.tensor([self._marks.picture_start, self._marks.picture_end], device=self._device)
         start, end = embed(marks).split(1)
         embeds = torch.cat([start, middle.to(start.dtype), end])[None]
-        places = torch.arange(1, len(middle) + 1, device=self._device) if is_latent else marks.new_zeros(0)
+        places = marks.new_zeros(0)
+        if is_latent:
+            places = torch.arange(1, len(middle) + 1, device=self._device)
+        # One position for all of the picture, its marks too; `past.position` moves on by one.
         positions = torch.full((1, embeds.shape[1]), past.position, device=self._device)
         return self._model.go_on(embeds, positions, places, past, keeps=keeps, is_text=False)  # type: ignore[no-any-return]
 

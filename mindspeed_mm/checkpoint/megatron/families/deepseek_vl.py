@@ -108,6 +108,7 @@ def _vl2(config: Config) -> MegatronModel:
         vocabulary=text["vocab_size"],
         experts=text["n_routed_experts"],
         parts_of_layers={
+            # The first layers have one ordinary MLP, all behind them experts.
             "mlp.linear_fc": range(dense),
             "mlp.router": range(dense, depth),
             "mlp.shared_experts": range(dense, depth),
@@ -118,6 +119,7 @@ def _vl2(config: Config) -> MegatronModel:
 
 def _vl2_text_rules(text: Config) -> list[KeyRule]:
     hub = "language.model.layers.{n}.self_attn."
+    # The small models have no latent of the queries.
     queries = "q_a_proj" if text.get("q_lora_rank") else "q_proj"
     return [
         *end_rules("language.model.", "language.lm_head"),

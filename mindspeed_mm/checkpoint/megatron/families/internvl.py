@@ -97,6 +97,7 @@ def _describe(config: Config) -> MegatronModel:
         rules = renamings(_ORIGINAL, end="")
     else:
         rules = [*renamings(_HF, end=""), _hf_qkv_rule(vision)]
+    # Not padded: the first ranks hold one word more, where the ranks do not divide the vocabulary.
     whole_words = TensorCut(0, uneven=True)
     return MegatronModel(
         towers=(TEXT, VISION),

@@ -120,6 +120,7 @@ def _sparse_layers(config: Config) -> Collection[int]:
         return range(depth)
     if kind in ("qwen2_moe", "qwen3_moe"):
         dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+        # As transformers counts: the layer before each multiple of the step, from 1.
         return [n for n in range(depth) if n not in dense and (n + 1) % step == 0]
     return range(config.get("first_k_dense_replace") or 0, depth)
 

@@ -102,6 +102,7 @@ def _audio_rules(hub: str, audio: Config) -> list[KeyRule]:
     weights = [f"{query}.weight", f"{key}.weight", f"{value}.weight"]
     rules = [
         KeyRule(weights, f"{qkv}.weight", (interleave,)),
+        # The zeros go between the two, where Megatron has the bias of the keys.
         KeyRule([f"{query}.bias", f"{value}.bias"], f"{qkv}.bias", (InsertZeros(1), interleave)),
     ]
     for theirs, ours in _LAYER_NAMES.items():

@@ -90,6 +90,7 @@ def _kept(names: Sequence[str], hub: str, own: str) -> list[KeyRule]:
 
 def text_cuts(config: Config) -> dict[str, TensorCut]:
     """Of all tensors that `text_rules` makes, canonical or not."""
+    # A group of a key with its queries is the unit: a rank's queries need their key.
     attention, by_group = f"{LAYER}self_attention.", TensorCut(0, units=key_value_heads(config))
     return {
         EMBEDDING: TensorCut(0, padded=True),

@@ -123,7 +123,9 @@ def _tables(mean: object, std: object, scale: float) -> tuple[torch.Tensor, ...]
     `rescale` and `normalize` of Pillow's)."""
     steps = torch.arange(256, dtype=torch.float32)
     means, stds = (torch.tensor(value, dtype=torch.float32).reshape(-1, 1) for value in (mean, std))
+    # float32 throughout, in the processors' own order: another order rounds otherwise, and no byte would fit.
     at_once = (steps - means * (1.0 / scale)) / (stds * (1.0 / scale))
+    # Pillow's processors scale in float64 and round to float32 before they normalise.
     scaled = torch.from_numpy((np.arange(256, dtype=np.float64) * scale).astype(np.float32))
     return tuple(_of_one_channel_where_alike(table) for table in (at_once, (scaled - means) / stds))
 
@@ -142,10 +144,12 @@ def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.
             continue
         if known is not None and _table_explains(seen, *known, table):
             return known[0], (which, tuple(values.shape), known[1])
+        # Qwen-VL's patches hold a still picture twice in time: equal halves travel once.
         half = seen.shape[2] // 2
-        repeats = 2 if values.dim() == 2 and torch.equal(seen[:, :, :half], seen[:, :, half:]) else 1
-        if repeats == 2:
-            seen = seen[:, :, :half]
+        repeats = 1
+        if values.dim() == 2 and torch.equal(seen[:, :, :half], seen[:, :, half:]):
+            seen, repeats = seen[:, :, :half], 2
+        # The table is a straight line, so the byte is (number - first) / step; the check below is exact.
         step = (table[:, 255:] - table[:, :1]) / 255
         codes = (seen - table[:, :1]).div_(step).round_().to(torch.uint8)  # whatever it is of other numbers
         if torch.equal(_looked_up(table, codes).view(torch.int32), seen.view(torch.int32)):  # the sign of a zero, too
@@ -165,6 +169,7 @@ def _table_explains(seen_NCR: torch.Tensor, codes_NCR: torch.Tensor, repeats: in
 def _looked_up(table: torch.Tensor, codes_NCR: torch.Tensor) -> torch.Tensor:
     places = codes_NCR.int()
     if len(table) > 1:
+        # Channel c looks up row c of the flat table: its entries start at 256 · c.
         places += torch.arange(0, table.numel(), 256, dtype=torch.int32, device=places.device)[:, None]
     return table.view(-1).index_select(0, places.view(-1)).view(codes_NCR.shape)
 

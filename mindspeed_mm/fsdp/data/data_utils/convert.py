@@ -93,10 +93,12 @@ def _finished(sample: Sample, row: Row, row_format: RowFormat, draws: bool) -> S
         return sample
     add_system(sample, row, row_format)
     sample.tools = read_tools(row, row_format.tools, sample.place)
+    # Before the media: `objects` may number pictures by their place in the row.
     sample.objects = read_objects(row, sample)
     place_media(sample, row, row_format, draws=draws)
     take_clip(sample, row)
     note_paths(sample)
+    # Last: `add_system` and the media may still add or move turns.
     check_turns(sample)
     if draws and _draws_unasked(sample):
         sample.notes.append(DRAWN_UNASKED)
@@ -113,7 +115,9 @@ def _draws_unasked(sample: Sample) -> bool:
         is_answer = message["role"] == "assistant"
         is_told = is_told and message["role"] != "user"
         content = message["content"]
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for part in content:
             if part["type"] == "text":
                 is_told |= bool(part["text"].strip())
             elif is_answer and weight != 0 and not is_told:
@@ -131,8 +135,10 @@ def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
     for key in _OF_REJECTED:
         if row.get(f"rejected_{key}"):
             column = columns.get(key) or key
+            # Under the column of the chosen answer, so that one converter reads both.
             own[column] = own.pop(f"rejected_{key}")
-            named |= {key: column} if key in columns else {}
+            if key in columns:
+                named[key] = column
     return own, replace(row_format, **named)
 
 
@@ -160,7 +166,9 @@ def from_question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
     if not column:
         return sample
     answer = row.get(column)
-    turns = answer if isinstance(answer, list) else [answer]
+    turns = [answer]
+    if isinstance(answer, list):
+        turns = answer
     if turns and isinstance(turns[0], dict) and _is_turn(turns[0], row_format, of_several=turns is answer):
         add_messages(sample, turns, row_format, column)
     elif isinstance(answer, str):
@@ -185,7 +193,9 @@ def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     texts = list(filter(None, (text_of(row, column, place) for column in (prompt, row_format.query))))
     if not texts:
         raise wrong_field(prompt, row.get(prompt), row, place, "an instruction")
-    exchanges = row[row_format.history] if row_format.history else ()
+    exchanges: object = ()
+    if row_format.history:
+        exchanges = row[row_format.history]
     if not isinstance(exchanges, list | tuple):
         raise wrong_field(row_format.history or "", exchanges, row, place, "a list of questions with their answers")
     for pair in exchanges:

@@ -176,6 +176,7 @@ class GenericCollator:
 
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
+        # Media of all samples are joined in the order of the rows: models assign them to placeholders by order.
         media = self._plugin.collate(_media_of(samples))
         of_processor = frozenset(media)  # what a processor calls its tensors, the model's `forward` names too
         media |= _further_arrays(samples)
@@ -205,6 +206,7 @@ class GenericCollator:
             assert labels is not None
             document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED_LABEL)}
             if is_weighted:
+                # Of every sample in the batch: one with weights makes those without count as ones.
                 document["loss_weights"] = _weights_of(labels, weights)
             document |= self._plugin.token_marks(ids)
             for name in beside:
@@ -238,6 +240,7 @@ def padded_rows(
         multiple: L is one of it.
     """
     lengths = [len(document["input_ids"]) for document in documents]
+    # -(-a // b) is the quotient rounded up.
     width = -(-max(lengths) // multiple) * multiple
     batch = {}
     for name, fill in fills.items():
@@ -274,7 +277,9 @@ def with_media(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequen
         media_of_rows: Each row's media, in order.
     """
     media = list(chain.from_iterable(media_of_rows))
-    return completed_by_plugin(batch | plugin.collate(media) if media else batch, plugin, media_of_rows)
+    if media:
+        batch = batch | plugin.collate(media)
+    return completed_by_plugin(batch, plugin, media_of_rows)
 
 
 def completed_by_plugin(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequence[MediaFeatures]]) -> Batch:
@@ -321,7 +326,9 @@ class PairwiseCollator:
     def check_sample(self, sample: object) -> None:
         """Raise `DataError` for a sample that is no pair of answers that can be joined with others."""
         if not (isinstance(sample, Mapping) and {"chosen", "rejected"} <= sample.keys()):
-            told = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            told = type(sample).__name__
+            if isinstance(sample, Mapping):
+                told = ", ".join(map(str, sample))
             way_out = "Let the data set give a dict of two samples, chosen and rejected."
             raise DataError(f"the sample is no preference pair: {told}", key="chosen", way_out=way_out)
         trainable_arrays(sample["chosen"])
@@ -331,6 +338,7 @@ class PairwiseCollator:
         """Rows n and B + n answer the same prompt."""
         chosen = [sample["chosen"] for sample in samples]
         rejected = [sample["rejected"] for sample in samples]
+        # `SampleEncoder.encode` hands the same objects to both answers where their media are equal.
         copies = 2 if all(map(_share_media, chosen, rejected)) else 1
         batch = with_media_once(self._collate, self._plugin, [*chosen, *rejected], copies) | {"pairs": len(samples)}
         batch.pop("sample_ids", None)
@@ -350,6 +358,7 @@ def with_media_once(collate: Collator, plugin: MediaPlugin, samples: Sequence[An
     media = _media_of(first)
     if copies == 1 or not media or complete_of(plugin) is not None:  # it needs each row's media with the row
         return collate(samples)
+    # Token ids keep the placeholders' tokens; only the tensors of the media are not repeated.
     others: list[Any] = [{**sample, "media": []} for sample in samples[len(first) :]]
     batch = collate([*first, *others])
     return batch | {"shared_media": sorted(plugin.collate(media).keys() & batch.keys()), "media_copies": copies}
@@ -379,8 +388,11 @@ def _names(samples: Sequence[Mapping[str, object]]) -> Batch:
 
 def _weights_of(labels: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """(L,) float32 of the token behind each one; 0 where it is not trained."""
+    # Weights follow the label: position n holds the loss of token n + 1.
     shift_labels = shifted(labels, IGNORED_LABEL)
-    of_next = np.ones(len(labels)) if weights is None else shifted(weights, 0.0)
+    of_next = np.ones(len(labels))
+    if weights is not None:
+        of_next = shifted(weights, 0.0)
     return np.where(shift_labels == IGNORED_LABEL, 0.0, of_next).astype(np.float32)
 
 

@@ -174,6 +174,7 @@ class SampleEncoder:
             chosen = self._encode_conversation(sample, features)
             if sample.rejected is None:
                 return chosen
+            # Equal media are decoded once: `PairwiseCollator` shares what is the same object in both answers.
             if sample.rejected.media != sample.media:
                 features = self._features(sample.rejected)
             rejected = self._encode_conversation(sample.rejected, features)
@@ -269,6 +270,7 @@ class SampleEncoder:
         items; where documents are split, all of it is kept."""
         ids, _ = self._tokens.encode(self._tokens.protect(sample.text or ""), [])
         if self._end_of_text is not None and (not len(ids) or ids[-1] != self._end_of_text):
+            # Some tokenizers add the end themselves: then it is not there twice.
             ids = np.append(ids, self._end_of_text)
         if self._options.truncation == "split":
             return ids, len(ids)
@@ -293,6 +295,7 @@ class SampleEncoder:
             size = measure_media(self._plugin, self._media, item)
             if size is None:
                 features = self._encoded(sample, index)
+                # No header tells: the item is encoded, and its tokens stand for the work of the encoder.
                 size = ItemSize(len(features.token_ids), len(features.token_ids), features.text)
             sizes.append(size)
         return sizes
@@ -357,6 +360,7 @@ class SampleEncoder:
         """Messages of the longest beginning that fits: whole turns with all their media, ended by the model. Answers
         of a preference row would lose what they are compared in."""
         if self._options.truncation == "shrink" and sample.rejected is None:
+            # From the longest beginning down; one that ends with a question would train nothing.
             for end in range(len(sample.messages) - 1, 0, -1):
                 ends_well = sample.messages[end - 1]["role"] == "assistant" and any(self._weights(sample, end))
                 if (
@@ -378,6 +382,7 @@ class SampleEncoder:
         """Of the first `end` messages; those of the model alone, unless prompts are trained too."""
         weights = sample.weights[:end]
         if self._options.mask_history:
+            # mask_history: the last message alone; `end` is where shrinking has cut, so its answer counts.
             return [*[0.0] * (end - 1), *weights[-1:]]
         if self._options.train_on_prompt:
             return weights
@@ -391,6 +396,7 @@ class SampleEncoder:
         text = self._rendering.render(self._messages(sample, end), tools=self._tokens.protect(sample.tools))
         placed, encoding = self._tokenised(sample, end, text, expansions)
         places = self._places.token_places(placed, encoding)
+        # Each item's placeholder tokens give way to its own: no media and no arrays are made for a length.
         return len(encoding.ids) + sum(len(ids) - (last - first) for (first, last), ids in places)
 
     def _turns(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> Turns:
@@ -406,12 +412,14 @@ class SampleEncoder:
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
         # A template may write `<think>` before the turn: the whole text is searched.
-        for thought in _EMPTY_THOUGHT.finditer(text) if self._options.mask_empty_thoughts else ():
-            first, last = token_span(encoding, placed.moved(thought.span()))
-            counts[first:last] = 0
+        if self._options.mask_empty_thoughts:
+            for thought in _EMPTY_THOUGHT.finditer(text):
+                first, last = token_span(encoding, placed.moved(thought.span()))
+                counts[first:last] = 0
         ids = np.array(encoding.ids, dtype=np.int64)
         places = self._places.token_places(placed, encoding)
         ids, counts, media_spans = _with_media(ids, counts, places, trained=self._options.train_media)
+        # -100 where nothing counts; not shifted: the collator shifts once.
         labels = np.where(counts != 0, ids, IGNORED_LABEL)
         has_fractions = any(weight not in (None, 0, 1) for weight in weights)
         return Turns(placed.text, ids, labels, counts, media_spans, has_fractions)
@@ -447,6 +455,7 @@ class SampleEncoder:
 
     def _check_mask(self, turns: Turns, sample: Sample, end: int) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
+        # The first token is predicted by nothing, so its label cannot count.
         trained = np.count_nonzero(turns.labels[1:] != IGNORED_LABEL)
         if not trained:
             raise NothingTrainedError(
@@ -494,7 +503,9 @@ def _encoded(
         "media": media,
         "shrunk": shrunk,
     }
-    return encoded if weights is None else {**encoded, "loss_weights": weights}
+    if weights is not None:
+        encoded["loss_weights"] = weights
+    return encoded
 
 
 def _is_answer(sample: Sample, index: int) -> bool:
@@ -504,7 +515,9 @@ def _is_answer(sample: Sample, index: int) -> bool:
 
 
 def _fractions(turns: Turns) -> np.ndarray | None:
-    return turns.weights if turns.has_fractions else None
+    if turns.has_fractions:
+        return turns.weights
+    return None
 
 
 def _count_media(sample: Sample, end: int) -> int:
@@ -527,10 +540,10 @@ def _with_media(
     id_pieces, weight_pieces, spans, position, length = [], [], [], 0, 0
     for (first, last), item_ids in places:
         id_pieces += [ids[position:first], item_ids]
-        own = weights[first] if trained and last > first else 0.0
+        # An item without a placeholder token in the text (first == last) has no weight to take over.
         of_item = np.zeros(len(item_ids), dtype=np.float32)
-        if own:
-            of_item.fill(own)
+        if trained and last > first:
+            of_item.fill(weights[first])
         weight_pieces += [weights[position:first], of_item]
         length += max(first - position, 0) + len(item_ids)
         spans.append((length - len(item_ids), length))

@@ -112,6 +112,7 @@ class MediaLoader:
             else:
                 folders.append(os.path.realpath(root))
         self._url_roots, self.roots = tuple(urls), tuple(folders)
+        # With the separator: /data must not let /database in.
         self._inside_roots = tuple(root.rstrip(os.sep) + os.sep for root in self.roots)
         """What real paths of media begin with."""
         self._real_folders: dict[str, str] = {}
@@ -204,7 +205,9 @@ class MediaLoader:
                 if is_data_url(data):
                     return decode_data_url(data)
                 return (_from_base64(data), "base64 data")
-            item = data if data is not None else item.get("path")
+            if data is None:
+                data = item.get("path")
+            item = data
         if isinstance(item, bytes):
             return item, "embedded bytes"
         if not isinstance(item, str) or not item or "\x00" in item:
@@ -273,6 +276,7 @@ class MediaLoader:
         try:
             return os.open(path, _OPEN_FLAGS)  # a FIFO does not block, a link swapped in is not followed
         except FileNotFoundError:
+            # From the working directory this time, under the same rule of roots.
             other = os.path.realpath(name)
             if path == other or not self._is_inside_roots(other):
                 raise
@@ -284,6 +288,7 @@ class MediaLoader:
         real_folder = self._real_folders.get(folder)
         if real_folder is None:
             real_folder = self._real_folders[folder] = os.path.realpath(folder)
+        # The folder's real path has no `..` and no links; the last part is resolved below.
         path = f"{real_folder}{os.sep}{base}"
         if base in ("", ".", "..") or os.path.islink(path):  # noqa: PTH114
             path = os.path.realpath(path)
@@ -336,6 +341,7 @@ class PixelBudget:
             limit = self.most
         if limit == pixels:
             return height, width
+        # Both sides by the root: the area becomes `limit`, the proportions stay.
         factor = math.sqrt(limit / pixels)
         return max(1, int(height * factor)), max(1, int(width * factor))
 
@@ -376,7 +382,9 @@ def decode_data_url(item: str) -> tuple[bytes, str]:
     if not head.lower().replace(" ", "").endswith(";base64"):
         data = urllib.parse.unquote_to_bytes(text)
     else:
-        text = "".join(urllib.parse.unquote(text).split()) if "%" in text or not text.isalnum() else text
+        if "%" in text or not text.isalnum():
+            text = "".join(urllib.parse.unquote(text).split())
+        # Browsers drop the padding, and b64decode wants whole groups of four.
         data = _from_base64(text + "=" * (-len(text) % 4), name)
     _check_size(len(data), name, MAX_FILE_BYTES)
     return data, name

@@ -50,6 +50,7 @@ def build_mm_plugin(processor: Processor, preprocess: Any) -> MediaPlugin:
     name = type(processor).__name__
     if name in MM_PLUGINS:
         return MM_PLUGINS.get(name)(processor, preprocess)
+    # A tokenizer alone, no processor: a text model.
     if tokenizer_of(processor) is processor:
         return TextOnlyPlugin(Path(str(getattr(processor, "name_or_path", ""))))
     known = build_qwen_plugin(processor, preprocess) or build_drawing_plugin(processor, preprocess)
@@ -112,7 +113,9 @@ def filled_boxes(sample: Sample, processor: Processor, plugin: MediaPlugin, medi
         header: Any = media.probe("image", item.source)
         seen = getattr(_within(plugin, item), "image_size", None)  # a plugin's own may not tell
         size = (header.height, header.width)
-        return size, size if seen is None else seen(*size)
+        if seen is None:
+            return size, size
+        return size, seen(*size)
 
     if sample.objects is None and (sample.rejected is None or sample.rejected.objects is None):
         return sample
@@ -140,6 +143,7 @@ def _within(plugin: MediaPlugin, item: MediaItem) -> MediaPlugin:
     if not bounds:
         return plugin
     if not isinstance(plugin, ProcessorPlugin):
+        # Silently ignoring the bounds would train on another size than the row asks for.
         names = ", ".join(bounds)
         raise DataError(f"this model's plugin does not bound single items ({names})", way_out="Take the bounds out.")
     return plugin.within(bounds)

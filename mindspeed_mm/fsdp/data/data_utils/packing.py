@@ -35,7 +35,9 @@ class Groups:
         """
         counts = np.bincount(labels)
         # numpy sorts numbers of 16 bits by counting.
-        narrow = labels.astype(np.uint16) if len(counts) < 2**16 else labels
+        narrow = labels
+        if len(counts) < 2**16:
+            narrow = labels.astype(np.uint16)
         return cls(np.argsort(narrow, kind="stable"), np.concatenate([[0], np.cumsum(counts[counts > 0])]))
 
     def __len__(self) -> int:
@@ -106,6 +108,7 @@ def best_fit(
     if first:
         hardest = np.concatenate([hardest[hardest < first], hardest[hardest >= first]])
     packs = np.empty(len(length), dtype=np.int64)
+    # `hardest` is a permutation: writing through it puts each pack back at its sample's own index.
     packs[hardest] = _dealt(_Runs.of(length[hardest], work[hardest]), capacity, limit)
     return Groups.by_label(_by_first_index(packs))
 
@@ -144,6 +147,7 @@ class _Runs(NamedTuple):
 def _least_behind(numbers: np.ndarray) -> np.ndarray:
     """The least of those behind each; behind the last one more than any has."""
     beyond = np.append(numbers[1:], numbers.max(initial=0) + 1)[: len(numbers)]
+    # A running minimum from the back: element n is the least of those from n on.
     return np.minimum.accumulate(beyond[::-1])[::-1]
 
 
@@ -163,6 +167,7 @@ def _dealt(runs: _Runs, capacity: int, max_patches: int) -> np.ndarray:
             pack, room, spare = found
             fit = count
             if fit * tokens > room:
+                # Not zero: the pack was found because it has room for one.
                 fit = room // tokens
             if fit * patches > spare:
                 fit = spare // patches
@@ -231,6 +236,7 @@ class _OpenPacks:
     def put(self, pack: int, room: int, spare: int) -> None:
         """Put in a pack with its free tokens and patches."""
         self._puts += 1
+        # Within one room later puts have smaller keys, so bisect_left finds the latest; `//` gives the room.
         key = (room + 1) * self._span - self._puts
         number = bisect_right(self._borders, key) - 1
         block = self._blocks[number]
@@ -276,6 +282,7 @@ def packed_row(
     lengths = [len(document["input_ids"]) for document in documents]
     padding = -sum(lengths) % multiple
     row: JsonObject = {}
+    # (1, T): documents end to end, the padding as a last one.
     for name, fill in fills.items():
         pieces = [document[name] for document in documents]
         if name == "labels":
@@ -285,9 +292,12 @@ def packed_row(
     if padding:
         lengths.append(padding)
         positions = [*positions, _counted(padding, like=positions[0])]
+    # FlashAttention's varlen kernels take int32.
     borders = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     joined_RT = torch.cat(list(positions), dim=1)
-    row["position_ids"] = joined_RT if len(joined_RT) == 1 else joined_RT[:, None]
+    row["position_ids"] = joined_RT
+    if len(joined_RT) > 1:  # mRoPE: (4, 1, T), rows of kinds before the batch
+        row["position_ids"] = joined_RT[:, None]
     row |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
     return row | {"max_length_q": max(lengths), "max_length_k": max(lengths), "pad_tokens": padding}
 

@@ -84,6 +84,7 @@ class RopeIndexPositions:
     def __init__(self, owner: type, config: PreTrainedConfig) -> None:
         self._stand_in = _stand_in(owner, config)
         parameters = inspect.signature(owner.get_rope_index).parameters  # type: ignore[attr-defined]
+        # The first parameter is `self`.
         self._names = [name for name in list(parameters)[1:] if name not in _NOT_NEEDED]
         of_text = ("input_ids", "attention_mask", "mm_token_type_ids", "audio_seqlens")
         known = {*of_text, *_OTHER_NAMES, *MEDIA_OF, *_WHOLE_BATCH}
@@ -107,6 +108,7 @@ class RopeIndexPositions:
             value = self._argument(name, ids_1L, inputs)
             if value is not None:
                 arguments[name] = value
+        # (3, 1, L) and the offset of later tokens, which only generation needs; text models give (1, 1, L).
         three_R1L, _ = self._stand_in.get_rope_index(**arguments)
         rows = as_whole_numbers(three_R1L[:, 0])
         text = torch.arange(ids_1L.shape[1])[None]
@@ -158,6 +160,7 @@ def inputs_of_samples(samples: Sequence[JsonMapping], media: Batch, reads: Colle
 
 def _media_of_samples(samples: Sequence[JsonMapping], key: str, rows: int) -> list[int]:
     """How many rows of a tensor each sample has. Videos may bring their sound, which then counts too."""
+    # Sounds of videos are rows of the same tensor, and items of kind "video".
     for kinds in ({MEDIA_OF[key]}, {"video", "audio"}):
         counts = []
         for sample in samples:
@@ -250,6 +253,7 @@ def find_rope_index(config: PreTrainedConfig) -> type | None:
 def _stand_in(owner: type, config: PreTrainedConfig) -> Any:
     """An instance that was never initialised: its methods are the class's, and it has no modules."""
     stand_in: Any = object.__new__(owner)
+    # Some rules read it of the instance, whose __init__ would have copied it from the configuration.
     merge = setting_of(setting_of(config, object, "vision_config"), int, "spatial_merge_size")
     vars(stand_in).update(config=config, spatial_merge_size=merge)
     return stand_in

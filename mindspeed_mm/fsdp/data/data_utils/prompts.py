@@ -34,6 +34,7 @@ def with_answer(
             return row, row_format
         return {**row, column: [*row[column], _answer(row[column], row_format)]}, row_format
     asked, answer = row_format.prompt or "", row.get(row_format.response or "")
+    # Without an answer nothing tells how media and marks match: missing marks go before the question.
     if asked and isinstance(row[asked], str):  # a transcript asks nothing but its sound
         row = {**row, asked: _marks(row, row_format) + row[asked]}
     if isinstance(answer, str | list | dict) and row_format.response:
@@ -63,12 +64,17 @@ def _marks(row: JsonObject, row_format: RowFormat) -> str:
     for kind in MEDIA_KINDS:
         named = row.get(vars(row_format)[f"{kind}s"] or "") or []
         if f"<{kind}>" not in said:
-            marks += f"<{kind}>" * (len(named) if isinstance(named, list) else 1)
+            count = 1
+            if isinstance(named, list):
+                count = len(named)
+            marks += f"<{kind}>" * count
     return marks
 
 
 def _ends_with_answer(turns: Sequence[object], row_format: RowFormat) -> bool:
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    last: JsonObject = {}
+    if turns and isinstance(turns[-1], dict):
+        last = turns[-1]
     role = last.get(row_format.role_tag, last.get("role", last.get("from")))
     if role is None:
         return any(key in last for key in ("assistant", "gpt", "bot"))
@@ -104,14 +110,18 @@ def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: 
     encoded = encoder.encode_question(question)
     truth, columns = words_of(answer["content"]), dict(columns)
     if truth and columns.get("solution") is None:
+        # Rewards read `solution`: the row's own column wins over the words of its answer.
         columns["solution"] = truth
+    text = ""
+    if messages:
+        text = words_of(messages[-1]["content"])
     return {
         "sample_id": str(sample.place),
         "row": index,
         "input_ids": encoded.input_ids,
         "media": list(encoded.media),
         "question": question,
-        "text": words_of(messages[-1]["content"]) if messages else "",
+        "text": text,
         "columns": columns,
     }
 

@@ -33,7 +33,9 @@ def offer_skipping(problem: Problem) -> Problem:
     """A problem of a row where it stops a training: leaving such rows out is a way out there."""
     if problem.key.startswith("data.") or _LEAVE_OUT in problem.way_out:
         return problem
-    way_out = f"{problem.way_out} Or leave {_LEAVE_OUT}" if problem.way_out else f"Leave {_LEAVE_OUT}"
+    way_out = f"Leave {_LEAVE_OUT}"
+    if problem.way_out:
+        way_out = f"{problem.way_out} Or leave {_LEAVE_OUT}"
     return replace(problem, way_out=way_out)
 
 
@@ -75,7 +77,9 @@ class ItemOptions(TypedDict, total=False):
 
 def options_of(source: object) -> ItemOptions:
     """What a row asks for of this medium alone; empty: nothing."""
-    found: ItemOptions = source.get("options") or {} if isinstance(source, Mapping) else {}
+    found: ItemOptions = {}
+    if isinstance(source, Mapping):
+        found = source.get("options") or {}
     return found
 
 
@@ -154,6 +158,7 @@ class NotesReported:
     def report(self, sample: Sample) -> None:
         """Warn of the notes of a sample that are new."""
         for note in sample.notes:
+            # Not `hash`, which Python seeds anew in each process.
             slot = zlib.crc32(note.encode()) % _NOTE_SLOTS
             if not self._slots[slot]:
                 self._slots[slot] = True
@@ -265,8 +270,9 @@ def check_turns(sample: Sample) -> None:
         )
     for number, (before, role) in enumerate(pairwise(["", *roles])):
         if role == "tool" and before not in ("assistant", "tool"):
+            followed = before and f"the turn of the {before}"
             raise DataError(
-                f"a result of a tool follows {f'the turn of the {before}' if before else 'nothing'}",
+                f"a result of a tool follows {followed or 'nothing'}",
                 where=where,
                 key=f"message {number}",
                 way_out="Results of tools follow the turn of the model that calls them.",
@@ -282,7 +288,9 @@ def is_usual(messages: Sequence[Message]) -> bool:
             continue
         if role not in _FOLLOWERS[before]:
             return False
-        before = "call" if message.get("tool_calls") else role
+        before = role
+        if message.get("tool_calls"):
+            before = "call"
     return True
 
 
@@ -316,6 +324,7 @@ def joined(messages: Sequence[Message], weights: Sequence[float | None]) -> tupl
 
 
 def _one(first: Message, second: Message) -> Message:
+    # Keys of the second message win; content, thoughts and calls of both are kept.
     message: Message = {**first, **second, "content": _contents(first["content"], second["content"])}
     thoughts = [part["reasoning_content"] for part in (first, second) if part.get("reasoning_content")]
     if thoughts:
@@ -344,5 +353,6 @@ def words_said(message: JsonMapping) -> list[str]:
     """The texts of a message, without blanks around them and without thoughts, which templates may leave out."""
     texts = []
     for part in _parts(message["content"]):
+        # rpartition gives the whole text where there is no thought.
         texts.append(part.get("text", "").rpartition("</think>")[2].strip())
     return [text for text in texts if text]

@@ -94,7 +94,9 @@ class SpokenRows(MMDataset):
         Raises:
             ConfigError: Rows are to be packed.
         """
-        if self.basic_parameters.packs if packs is None else packs:
+        if packs is None:
+            packs = self.basic_parameters.packs
+        if packs:
             raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
         return self.padding_collator(collate_param)
 
@@ -156,6 +158,7 @@ def codes_of(row: JsonMapping, place: str, sizes: Sequence[int], extracted_by: s
             way_out=f"Extract them with {extracted_by}.",
         )
     try:
+        # (frames, codebooks); parquet gives an array of arrays, JSON a list of lists.
         codes = np.stack([np.asarray(frame) for frame in given])
     except (TypeError, ValueError):
         codes = np.zeros(0)
@@ -184,6 +187,8 @@ def in_rows(batch: Batch) -> dict[str, torch.Tensor]:
     """
     flat = batch["codec_ids"]
     rows = flat.new_full((*batch["input_ids"].shape, flat.shape[-1]), NO_CODE)
+    # A mask picks places row by row, the order in which the samples' codes were joined.
     rows[batch["attention_mask"].bool()] = flat
+    # By the second codebook: the first also has numbers that are no speech, such as those of voices.
     frames = rows[..., 1].flatten() != NO_CODE
     return {"codec_ids": rows, "frame_places": frames.nonzero().squeeze(1)}

@@ -40,6 +40,7 @@ def members_of(path: str | os.PathLike[str]) -> Mapping[str, MemberSpan]:
 @lru_cache(maxsize=4096)
 def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
     try:
+        # "r:" refuses compressed archives: a member of one cannot be read from its offset.
         with tarfile.open(path, "r:") as archive:
             # `tar -C folder .` writes "./" before every name, which no row does.
             found = {_plain(each.name): MemberSpan(each.offset_data, each.size) for each in archive if each.isreg()}
@@ -49,6 +50,7 @@ def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
             where=path,
             way_out="Write it again, uncompressed: pictures and videos are compressed already.",
         ) from error
+    # tarfile stops quietly at the end of a file that was cut.
     cut = next((name for name, span in found.items() if span.start + span.size > size), None)
     if cut is not None:
         raise DataError(f"ends before its member '{cut}' does", where=path, way_out="Copy the archive again.")
@@ -97,6 +99,7 @@ class _Member(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer as far as the member goes."""
         left = max(0, min(len(buffer), self._span.size - self._at))
+        # Always: the archive's own position may have been moved.
         self._file.seek(self._span.start + self._at)
         data = self._file.read(left)
         buffer[: len(data)] = data

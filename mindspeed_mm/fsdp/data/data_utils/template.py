@@ -97,6 +97,7 @@ class ChatTemplate:
         self._variables = {**tokenizer.special_tokens_map}
         self._drops_thoughts = enable_thinking is False
         if enable_thinking is not None:
+            # Families read one name or the other; a template ignores what it does not read.
             self._variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
         added = list(tokenizer.added_tokens_decoder.values())
         marks = tuple(token.content for token in added if token.special)
@@ -156,6 +157,7 @@ class ChatTemplate:
             self._check_written(messages, tools, add_generation_prompt)
         except DataError:
             together, counts = joined(messages, weights)
+            # Nothing was joined, so the template would refuse it again for the same reason.
             if len(together) == len(messages):
                 raise
             self._check_written(together, tools, add_generation_prompt)
@@ -231,9 +233,12 @@ class ChatTemplate:
         """
         for name in variables:
             if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.source):
+                key = name
+                if name != "reasoning_effort":  # which a request names itself
+                    key = f"chat_template_kwargs.{name}"
                 raise DataError(
                     f"the model's chat template reads no '{name}'",
-                    key="reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}",
+                    key=key,
                     way_out="Leave it out.",
                 )
         found = copy(self)
@@ -288,7 +293,9 @@ def _in_parts(message: Message) -> Message:
     content = message["content"]
     if not isinstance(content, str):
         return message
-    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    if not content:
+        return {**message, "content": []}
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def without_thoughts(message: Message) -> Message:
@@ -320,7 +327,9 @@ def build_template(processor: object, basic: BasicParameters) -> ChatTemplate:
         DataError: The file is missing.
         ModelFolderError: The model's own template is asked for and there is none.
     """
-    named = TEMPLATES.get(basic.template) if basic.template else NamedTemplate()
+    named = NamedTemplate()
+    if basic.template:
+        named = TEMPLATES.get(basic.template)
     if basic.chat_template:
         source = _read_template(Path(basic.chat_template))
     else:
@@ -329,14 +338,19 @@ def build_template(processor: object, basic: BasicParameters) -> ChatTemplate:
         raise _no_template(processor, basic.template)
     if basic.default_system:
         source = _with_system(source, basic.default_system, in_parts=tokenizer_of(processor) is not processor)
-    thinking = basic.enable_thinking if named.enable_thinking is None else named.enable_thinking
+    thinking = named.enable_thinking
+    if thinking is None:
+        thinking = basic.enable_thinking
     return ChatTemplate(processor, source, enable_thinking=thinking, ends_turns=named.ends_turns)
 
 
 def _with_system(source: str, system: str, *, in_parts: bool) -> str:
     """A template that begins conversations without a system prompt with this one; `in_parts`: contents are lists."""
+    # A Jinja string literal: quotes and braces are escaped, so that the prompt cannot end it or open a tag.
     text = system.encode("unicode_escape").decode("ascii").replace('"', "\\x22").replace("{", "\\x7b")
-    content = f'[{{"type": "text", "text": "{text}"}}]' if in_parts else f'"{text}"'
+    content = f'"{text}"'
+    if in_parts:
+        content = f'[{{"type": "text", "text": {content}}}]'
     begins = '{%- if not messages or messages[0].role not in ["system", "developer"] %}'
     begins += (
         f'{{%- set messages = [{{"role": "system", "content": {content}}}] + messages %}}{{%- endif %}}{{{{- "" }}}}'
@@ -387,7 +401,9 @@ def _no_template(processor: object, name: str | None) -> ModelFolderError:
 
 def _register_builtin() -> None:
     for name, source in FORMATS.items():
-        thinking = False if name.endswith("_nothink") else None
+        thinking = None
+        if name.endswith("_nothink"):
+            thinking = False
         TEMPLATES.register(name)(NamedTemplate(None, thinking, stand_in=source))
     register_template("empty", EMPTY, ends_turns=False)
     register_template("completion", COMPLETION)

@@ -56,6 +56,7 @@ def drawn_latents(part_ids: Any, token_kinds: Any, ids: Any) -> Any:
     """
     if part_ids is None or token_kinds is None:
         return ids != ids  # all False, array or tensor
+    # A negative part id marks what is to be drawn; see the batch keys in core.batch.
     return (part_ids < 0) & (token_kinds == LATENT)
 
 
@@ -79,7 +80,10 @@ def token_arrays(sample: object) -> TokenArrays:
     for key in ("labels", "loss_weights", *BESIDE):
         if sample.get(key) is None:
             continue
-        found[key] = _numbers(key, sample[key]) if key == "loss_weights" else _whole_numbers(key, sample[key])
+        read = _whole_numbers
+        if key == "loss_weights":
+            read = _numbers
+        found[key] = read(key, sample[key])
         if len(found[key]) != len(ids):
             raise DataError(_apart(found[key].shape, ids.shape), key=key, way_out=_WAY_OUT)
     beside = {key: found[key] for key in BESIDE if key in found}
@@ -175,6 +179,8 @@ def _numbers(key: str, values: object) -> np.ndarray:
     if found.ndim == 2 and len(found) == 1:
         found = found[0]
     if found.ndim != 1 or found.dtype.kind not in "iuf":
-        told = f"an array of {found.dtype} of shape {found.shape}" if found.ndim else f"{values!r:.60}"
+        told = f"{values!r:.60}"
+        if found.ndim:
+            told = f"an array of {found.dtype} of shape {found.shape}"
         raise DataError(f"are {told}, not numbers of shape (tokens,)", key=key, way_out=_WAY_OUT)
     return found

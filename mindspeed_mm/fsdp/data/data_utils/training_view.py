@@ -82,7 +82,9 @@ def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> Dataset
     Raises:
         ModelFolderError: The file is broken.
     """
-    found = read_view(Path(folder)) if folder else {}
+    found: View = {}
+    if folder:
+        found = read_view(Path(folder))
     sections = {name: _filled(dataset_param[name], values) for name, values in found.items()}
     return dataset_param.model_copy(update=sections)
 
@@ -300,7 +302,9 @@ def chat_template_of_view(source: str, enable_thinking: bool | None) -> str:
     value, defaults = str(enable_thinking).lower(), ""
     for name in ("enable_thinking", "thinking"):  # families call it either way
         defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}\n"
-    return source if source.startswith(defaults) else defaults + source
+    if source.startswith(defaults):  # exported before: writing them twice would change the file each time
+        return source
+    return defaults + source
 
 
 # --- into the folder of a trained model -------------------------------------------------------------------------------
@@ -362,13 +366,16 @@ def _write_of_plugin(param: DatasetParam, model_folder: Path, only_template: boo
 
 
 def _store_view(draft: Path, view: View, plugins: Mapping[str, object]) -> None:
-    told = {name: view.get(name, {}) for name in _SECTIONS} | ({_TRAINED_WITH: plugins} if plugins else {})
+    told: JsonObject = {name: view.get(name, {}) for name in _SECTIONS}
+    if plugins:
+        told[_TRAINED_WITH] = plugins
     (draft / VIEW_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def _write(param: DatasetParam, model_folder: Path, rows_folder: Path, only_template: bool, draft: Path) -> None:
     is_apart = rows_folder != model_folder
     if is_apart and not only_template:
+        # The draft is a copy of the model's folder: its own view is of another processor than the rows'.
         (draft / VIEW_FILE).unlink(missing_ok=True)
         replace_processor(rows_folder, draft)
     is_given = any(view_of(param).values()) or (rows_folder / VIEW_FILE).is_file()
@@ -434,6 +441,7 @@ def _write_template(draft: Path, processor: Processor, param: DatasetParam, *, i
     if is_of_base and source == own_template(processor):
         return
     (draft / TEMPLATE_FILE).write_text(source, encoding="utf-8")
+    # An older place of the same template; two of them could differ.
     (draft / "chat_template.json").unlink(missing_ok=True)
     for name in ("tokenizer_config.json", _PROCESSOR_FILE):
         if "chat_template" in (content := _read(draft / name)):
@@ -462,7 +470,9 @@ def _change_old_file(path: Path, setting: Override) -> None:
 
 
 def _read(path: Path) -> JsonObject:
-    return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if path.is_file():
+        return parse_json(path.read_text(encoding="utf-8"))
+    return {}
 
 
 def _store(path: Path, content: Mapping[str, object]) -> None:

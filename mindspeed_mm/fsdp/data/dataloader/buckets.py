@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
@@ -90,6 +91,7 @@ class BucketOrder(Order):
         """Size → number of its bucket, in the order of first appearance."""
         self._bucket_of = np.array([numbers.setdefault(size, len(numbers)) for size in sizes], dtype=np.int64)
         self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
+        # Two epochs: the step behind the end of one is looked up in the next.
         self._layout = lru_cache(maxsize=2)(self._lay_out)
         full = 0
         for bucket, samples in zip(self.buckets, np.bincount(self._bucket_of).tolist(), strict=True):
@@ -98,7 +100,9 @@ class BucketOrder(Order):
             raise too_few(len(sizes), f"too few for {deal.micro_batches} micro-batches of one size each")
         whole, rest = divmod(full, deal.micro_batches)
         self._steps_per_epoch = whole + (rest > 0 and not drop_last)
-        self._dropped = rest if drop_last else 0
+        self._dropped = 0
+        if drop_last:
+            self._dropped = rest
 
     @property
     def steps_per_epoch(self) -> int:
@@ -110,7 +114,7 @@ class BucketOrder(Order):
         """Micro-batches that an epoch leaves out at its end (`drop_last`), others in each epoch; empty for none."""
         rest = self._dropped
         if rest:
-            return f"{rest:,} {'micro-batch' if rest == 1 else 'micro-batches'}"
+            return f"{rest:,} {by_count(rest, 'micro-batch', 'micro-batches')}"
         return ""
 
     @property
@@ -223,7 +227,9 @@ class BucketOrder(Order):
     def _group(self, order: np.ndarray) -> tuple[list[_FullSteps], list[_Leftover]]:
         """Steps of one size, and the micro-batches that remain of each size."""
         whole, leftovers = [], []
+        # Stable: within a size the order of the epoch stays.
         grouped = order[np.argsort(self._bucket_of[order], kind="stable")]
+        # (buckets,) where each size ends in `grouped`; the last border is the end of the array.
         ends = np.cumsum(np.bincount(self._bucket_of, minlength=len(self.buckets)))
         for bucket, rows in zip(self.buckets, np.split(grouped, ends[:-1]), strict=True):
             steps = len(rows) // bucket.rows // self._deal.micro_batches
@@ -299,7 +305,8 @@ class Layout:
         step = []
         for start, end in itertools.pairwise(borders):
             is_blank = end == start
-            taken = self.rows[start - 1 : start] if is_blank else self.rows[start:end]
+            # `divided` puts empty micro-batches behind full ones, so there is a sample before.
+            taken = self.rows[start - is_blank : end]
             picks = tuple(Pick(epoch, row) for row in taken.tolist())
             step.append(MicroBatch(picks, int(is_blank)))
         return step
@@ -400,6 +407,7 @@ class MixedBucketOrder(BucketOrder):
         """The sample at a place of an epoch of the mixture."""
         which = bisect_right(self._starts, place.row) - 1
         stratum = self._strata[which]
+        # Counted through all epochs of the mixture: the part's own epoch follows from it.
         number = place.epoch * stratum.taken + place.row - self._starts[which]
         epoch, index = divmod(number, len(stratum.rows))
         return Pick(epoch, stratum.rows[int(self._rows_of(which, epoch)[index])])
@@ -417,6 +425,7 @@ def _strata(parts: Sequence[Part], shares: Sequence[float], sizes: Sequence[Medi
         found: dict[MediaSize, list[int]] = {}
         for row in range(part.first, part.end):
             found.setdefault(sizes[row], []).append(row)
+        # At least one of each size: a share that is small would otherwise leave sizes out for ever.
         of_sizes = whole_numbers(list(map(len, found.values())), max(of_part, len(found)))
         for (size, rows), count in zip(found.items(), of_sizes, strict=True):
             yield _Stratum(size, rows, count)

@@ -65,13 +65,16 @@ class BufferedOrder(Order):
         self, sampler: EpochSampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool
     ) -> None:
         self._sampler, self._drop_last = sampler, drop_last
-        self._at_end: _AtEnd = "drop" if drop_last else "run on"
+        self._at_end: _AtEnd = "run on"
+        if drop_last:
+            self._at_end = "drop"
         self.sizes: SizeBook = sizes
         self.shape: BatchShape = shape
         self._count, self._window = deal.micro_batches, SHARE_ROWS * deal.dp_size
         limits = {"patches": shape.patches, "rows": shape.rows or None, "tokens": shape.tokens}
         self.batching = {"kind": shape.kind, "micro_batches_per_step": self._count, **limits}
-        self.most_tokens = None if shape.kind == "rows" else shape.tokens
+        if shape.kind != "rows":  # which hold so many rows, whatever their length
+            self.most_tokens = shape.tokens
         if not sampler.draw(0, 0, 1):
             raise too_few(0, "not one to begin with")
 
@@ -95,7 +98,9 @@ class BufferedOrder(Order):
         size = self._sampler.size
         if size is None:
             return False
-        return size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)
+        if self.sizes.knows(size):
+            return size <= EXACT_KNOWN_ROWS
+        return size <= EXACT_ROWS
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done.
@@ -105,6 +110,7 @@ class BufferedOrder(Order):
         """
         if self._sampler.size is None:
             raise no_epochs()
+        # Rounded first: 3 × 0.1 steps must not become one step more by the last bit.
         return math.ceil(round(epochs * self._steps_of_an_epoch, 6))
 
     def step(self, position: DataPosition) -> Planned:
@@ -167,7 +173,9 @@ class BufferedOrder(Order):
             return float(max(1, steps))
         # The rest of the epoch takes the part of a step that it would fill as the steps before it were filled.
         rest = self._filled(self._sampler, position, "stop").load
-        load_of_a_step = load / steps if steps else self._count
+        load_of_a_step: float = self._count
+        if steps:
+            load_of_a_step = load / steps
         return steps + rest / load_of_a_step
 
     def _load_of(self, planned: Planned) -> float:
@@ -200,6 +208,7 @@ class BufferedOrder(Order):
                 continue
             if at_end == "stop" or buffer.load >= self._least(at_end):
                 break
+            # A whole epoch was drawn and gives no step: the next one would give none either.
             if began == 0 and (at_end == "drop" or not buffer.picks):
                 raise self._too_little(buffer)
             buffer.overdue = len(buffer.picks)  # they leave before the rows of the next epoch do
@@ -233,7 +242,9 @@ class BufferedOrder(Order):
         if buffer.left_out:
             first = buffer.left_out[0][1]
             return DataError(f"{len(buffer.left_out)} samples cannot be used, and too few remain; the first: {first}")
-        of_size = "" if self.shape.kind == "rows" else f" of {self.shape.tokens:,} tokens"
+        of_size = ""
+        if self.shape.kind != "rows":
+            of_size = f" of {self.shape.tokens:,} tokens"
         return too_few(self._sampler.size or 0, f"which do not fill the {self._count} micro-batches{of_size} of a step")
 
 
@@ -280,7 +291,9 @@ class _Buffer:
             if last < len(taken):  # the one with which there is enough
                 taken, looked_at = taken[: last + 1], int(taken[last]) + 1
         # Mostly all of them are taken, which needs no copy.
-        places = taken if len(taken) < looked_at else slice(looked_at)
+        places: np.ndarray | slice = slice(looked_at)
+        if len(taken) < looked_at:
+            places = taken
         self._put(picks[places], sizes[places])
         for place in np.flatnonzero(~is_usable[:looked_at] & ~passed_over[:looked_at]).tolist():
             self.left_out.append((picks[place], self._fault(picks[place].row, sizes[place])))
@@ -323,7 +336,9 @@ class _Buffer:
         tokens, patches = size.tolist()
         if tokens < 0:
             return self._book.error(row)
-        most_patches = "any number" if self._shape.patches is None else str(self._shape.patches)
+        most_patches = "any number"
+        if self._shape.patches is not None:
+            most_patches = str(self._shape.patches)
         return TooLongError(
             f"the sample has {tokens} tokens and {patches} patches, and a micro-batch may hold "
             f"{self._shape.tokens} and {most_patches}",

@@ -64,7 +64,9 @@ def build_order(
     if dataloader_param.dataloader_mode == "custom":
         raise ConfigError("'custom' is not built yet", key=_MODE_KEY)
     if dataset.sizes is not None:
-        mix_plan = None if for_passes else dataset.basic_parameters.mix
+        mix_plan = None
+        if not for_passes:
+            mix_plan = dataset.basic_parameters.mix
         return _by_media_size(dataset, dataloader_param, deal, seed, mix_plan, for_passes=for_passes)
     basic = dataset.basic_parameters
     sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
@@ -159,7 +161,10 @@ def _sampler(
         )
     is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
     if dataset.streams:
-        return StreamSampler(dataset.has, 1 if is_sequential else dataloader_param.shuffle_window, seed), None
+        window = dataloader_param.shuffle_window
+        if is_sequential:
+            window = 1
+        return StreamSampler(dataset.has, window, seed), None
     if basic.mix is None:
         return build_sampler(dataloader_param, len(dataset), seed), None
     parts, weights = _weighted(dataset, basic.mix)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.byte_pixels import tables_of, with_stand_ins
+from mindspeed_mm.fsdp.data.data_utils.byte_pixels import Tables, tables_of, with_stand_ins
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery, Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step
@@ -110,8 +111,8 @@ class MMDataLoader:
         """Samples and steps, for the log."""
         if (steps := self.steps_per_epoch) is None:
             return "rows as they are found"
-        about = "about " if self.estimate_note else ""
-        told = f"{len(self.dataset):,} samples, {about}{steps} {'step' if steps == 1 else 'steps'} an epoch"
+        about = self.estimate_note and "about "
+        told = f"{len(self.dataset):,} samples, {about}{steps} {by_count(steps, 'step', 'steps')} an epoch"
         if self.order.dropped:
             told += f", {self.order.dropped} left out each time (drop_last)"
         if self.repeat_note:
@@ -204,7 +205,10 @@ class MMDataLoader:
             plans = _Plans(steps, self._steps_ahead)
             # Closed here: an error keeps what it went through alive, workers too, until somebody collects it.
             with closing(self._whole_steps(plans, replaces)) as whole:
-                for step in preloaded(whole) if self._preload else whole:
+                ready: Iterator[list[Batch]] = whole
+                if self._preload:
+                    ready = preloaded(whole)
+                for step in ready:
                     this = plans.made.popleft()
                     for pick, error in this.left_out:
                         self._leave_out(pick, error)
@@ -225,7 +229,9 @@ class MMDataLoader:
 
     def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
         requests = (BatchRequest(number, tuple(each.picks), each.blank_rows) for number, each in enumerate(mine))
-        tables = tables_of(self.dataset.processor) if self._workers.pixels_as_bytes and self._has_workers else {}
+        tables: Tables = {}
+        if self._workers.pixels_as_bytes and self._has_workers:
+            tables = tables_of(self.dataset.processor)
         maker = BatchMaker(
             self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces, tables=tables
         )
@@ -247,6 +253,7 @@ class MMDataLoader:
         batch = delivery.batch
         if isinstance(batch, PackedBatch):
             assert slots is not None
+            # Reading copies the batch out, which frees its slot for a later request.
             batch = slots.read(batch, pin_memory=self._workers.pin_memory)
         elif self._workers.pin_memory:
             batch = dict(batch or {})
@@ -278,8 +285,10 @@ class MMDataLoader:
 
     def _check_bad_fraction(self) -> None:
         fraction, bad = self.dataset.max_bad_fraction, self.counts.bad
-        # of rows that are streamed, those met so far, and a thousand to begin with
-        total = max(1000, self.position.index) if self.dataset.streams else len(self.dataset)
+        if self.dataset.streams:  # those met so far, and a thousand to begin with
+            total = max(1000, self.position.index)
+        else:
+            total = len(self.dataset)
         if len(bad) > math.ceil(fraction * total):
             shown = "; ".join(list(bad.values())[:5])
             raise DataError(

@@ -88,7 +88,9 @@ class BatchMaker(Dataset[Delivery]):
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
         self._replaces, self._tables = replaces, tables
         # Samples of our own rows are as collators want them.
-        self._check_sample = None if dataset.has_rows else getattr(collate, "check_sample", check_lengths)
+        self._check_sample = None
+        if not dataset.has_rows:
+            self._check_sample = getattr(collate, "check_sample", check_lengths)
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._peers = SamplePeers(seed, dataset)
 
@@ -118,7 +120,9 @@ class BatchMaker(Dataset[Delivery]):
             check_batch_lengths(batch, names)
         if blank_rows:
             _blank(batch, blank_rows)
-        return Delivery(as_bytes(batch, self._tables) if self._tables else batch, faults)
+        if self._tables:
+            batch = as_bytes(batch, self._tables)
+        return Delivery(batch, faults)
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""
@@ -217,8 +221,12 @@ class SamplePeers:
 
     def __init__(self, seed: int, dataset: MMDataset) -> None:
         self._seed, self._sizes = seed, dataset.sizes
-        self._has = dataset.has if dataset.streams else None
-        self._all = range(0) if self._has is not None else range(len(dataset))
+        self._has: Callable[[int], bool] | None = None
+        self._all = range(0)
+        if dataset.streams:
+            self._has = dataset.has
+        else:
+            self._all = range(len(dataset))
 
     @cached_property
     def _by_size(self) -> dict[MediaSize, list[int]]:
@@ -252,6 +260,7 @@ class SamplePeers:
         if self._sizes is None:
             return []
         own = self._sizes[picks[0].row]
+        # No larger ones: the stand-ins must fit the memory that the step was planned for.
         others = [rows for size, rows in self._by_size.items() if size != own and _volume(size) <= _volume(own)]
         if not others:
             return []
@@ -320,12 +329,14 @@ class Policy:
         Raises:
             DataError: The policy is to stop.
         """
-        is_too_long = isinstance(error, TooLongError)
-        if not (self._may_drop if is_too_long else self._may_skip):
-            if not is_too_long:
-                error.change_problems(offer_skipping)
+        if isinstance(error, TooLongError):
+            if not self._may_drop:
+                raise error
+            return SampleFault("too long", sample, str(error))
+        if not self._may_skip:
+            error.change_problems(offer_skipping)
             raise error
-        return SampleFault("too long" if is_too_long else "bad", sample, str(error))
+        return SampleFault("bad", sample, str(error))
 
 
 # --- what a plain collator leaves out ---------------------------------------------------------------------------------
@@ -382,6 +393,7 @@ def shift_by_document(labels_BL: torch.Tensor, batch: Batch) -> torch.Tensor:
     shifted_BL[:, :-1] = labels_BL[:, 1:]
     borders, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if isinstance(borders, torch.Tensor):
+        # The last token of each document: the one behind it belongs to another. Borders begin with 0.
         ends = borders[(borders > 0) & (borders <= labels_BL.shape[1])].long() - 1
         shifted_BL[:, ends] = IGNORED_LABEL
     elif isinstance(positions, torch.Tensor) and positions.shape == labels_BL.shape:
@@ -394,11 +406,9 @@ def _labels_of(batch: Batch) -> torch.Tensor:
     if isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point():
         return labels
     told = ", ".join(map(repr, batch.keys() - {"sample_ids"}))
-    what = (
-        f"the batch has neither labels nor shift_labels; its keys are {told}"
-        if labels is None
-        else f"labels are {_described(labels)}, not whole numbers of shape (rows, tokens)"
-    )
+    what = f"labels are {_described(labels)}, not whole numbers of shape (rows, tokens)"
+    if labels is None:
+        what = f"the batch has neither labels nor shift_labels; its keys are {told}"
     raise DataError(
         what,
         key=_TYPE_KEY,

@@ -62,6 +62,7 @@ class MixedSampler:
         epochs, rows = np.empty(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
         for which, part in enumerate(self._parts):
             own = np.flatnonzero(parts == which)
+            # Samples of this part in all cycles before and in this one: so far it is in its own epochs.
             own_epochs, at = np.divmod(cycle * self.counts[which] + before[own], part.end - part.first)
             epochs[own] = own_epochs
             for epoch in np.unique(own_epochs).tolist():  # which ascend
@@ -93,11 +94,13 @@ def whole_numbers(shares: Sequence[float], total: int) -> list[int]:
     never gets none."""
     scaled = np.asarray(shares, dtype=np.float64) / sum(shares) * total
     counts = np.maximum(np.floor(scaled), scaled > 0).astype(np.int64)
+    # Most negative first: those that rounding down took most from.
     by_remainder = np.argsort(counts - scaled, kind="stable")
     while (missing := total - int(counts.sum())) != 0:
         if missing > 0:
             counts[by_remainder[:missing]] += 1
         else:
+            # Too many, since shares near zero got one each: the largest gives them back.
             counts[int(np.argmax(counts))] += missing
     return list(map(int, counts))
 

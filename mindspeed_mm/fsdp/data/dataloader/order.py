@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from mindspeed_mm.core.counts import is_count
+from mindspeed_mm.core.counts import by_count, is_count
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
@@ -72,7 +72,9 @@ class DataPosition:
         """Back from a checkpoint. Raises `ValueError`, `TypeError` or `KeyError` for what is no position."""
         pending = tuple(Pick(epoch, row) for epoch, row in state.get("pending", ()))
         carried = tuple(state.get("carried", ()))
-        rollout = RolloutPlace(*state["rollout"]) if "rollout" in state else None
+        rollout = None
+        if "rollout" in state:
+            rollout = RolloutPlace(*state["rollout"])
         overdue = state.get("overdue", 0)
         counts = (state["epoch"], state["index"], *chain.from_iterable(pending), *carried, overdue)
         if not all(map(is_count, (*counts, *(rollout or ())[:2]))) or overdue > len(pending):
@@ -246,7 +248,7 @@ class GlobalOrder(Order):
     def dropped(self) -> str:
         rest = (self._sampler.size or 0) % self._global_batch
         if self._drop_last and rest:
-            return f"{rest:,} {'sample' if rest == 1 else 'samples'}"
+            return f"{rest:,} {by_count(rest, 'sample', 'samples')}"
         return ""
 
     def steps_for(self, epochs: float) -> int:
@@ -268,6 +270,7 @@ class GlobalOrder(Order):
         index += len(picks)
         if self._drop_last and len(picks) < whole:
             picks = picks[:0]
+        # More than once where a step takes several epochs of a small data set.
         while len(picks) < whole:
             drawn = self._sampler.draw(epoch + 1, 0, whole - len(picks))
             epoch, index, picks = epoch + 1, len(drawn), picks + drawn
@@ -285,7 +288,10 @@ class GlobalOrder(Order):
         cut = []
         for start in range(0, self._global_batch, self._micro_batch_size):
             part = picks[start : start + self._micro_batch_size]
-            cut.append(MicroBatch(part) if part else MicroBatch((picks[-1],), blank_rows=1))
+            if part:
+                cut.append(MicroBatch(part))
+            else:
+                cut.append(MicroBatch((picks[-1],), blank_rows=1))
         return cut
 
 

@@ -87,7 +87,7 @@ class PairedOrder(BucketOrder):
         for each in self._sides:
             of_pairs += [each.size] * each.pairs
         half = replace(deal, micro_batch_size=max(1, deal.micro_batch_size // 2))
-        most_pairs = None if max_tokens is None else max_tokens // 2
+        most_pairs = max_tokens and max_tokens // 2
         super().__init__(of_pairs, geometry, half, seed=seed, shuffle=shuffle, max_tokens=most_pairs, **settings)
         self._all = BucketOrder(sizes, geometry, deal, seed=seed, shuffle=shuffle, max_tokens=max_tokens)
         self.most_tokens = max_tokens
@@ -152,10 +152,15 @@ def _sides_of_one_size(is_prior: Sequence[bool], sizes: Sequence[MediaSize]) -> 
     found: dict[MediaSize, _OneSize] = {}
     for row, (size, prior) in enumerate(zip(sizes, is_prior, strict=True)):
         sides = found.setdefault(size, _OneSize(size, [], []))
-        (sides.prior if prior else sides.subject).append(row)
+        if prior:
+            sides.prior.append(row)
+        else:
+            sides.subject.append(row)
     for size, sides in found.items():
         if not sides.subject or not sides.prior:
-            there, absent = ("the subject", "the prior") if sides.subject else ("the prior", "the subject")
+            there, absent = "the prior", "the subject"
+            if sides.subject:
+                there, absent = absent, there
             raise ConfigError(
                 f"{size} has samples of {there} and none of {absent}, and both go through the model together",
                 key=_SIZES_KEY,

@@ -55,7 +55,9 @@ class BatchShape:
     def lookahead(self, count: int) -> int:
         """Micro-batches to buffer for steps of `count`: enough of nearly every cost to choose among (measured:
         `benchmarks/batches.py`). Fixed numbers of rows differ in cost far more than filled budgets do."""
-        return 3 * count + (256 if self.kind == "rows" else 16)
+        if self.kind == "rows":
+            return 3 * count + 256
+        return 3 * count + 16
 
     def padded(self, tokens: Number) -> Number:
         """Tokens of a row of its own."""
@@ -69,7 +71,9 @@ class BatchShape:
         Args:
             sizes: (samples, 2) tokens and patches.
         """
-        fits = np.ones(len(sizes), dtype=bool) if self.kind == "rows" else self.padded(sizes[:, 0]) <= self.tokens
+        fits = np.ones(len(sizes), dtype=bool)
+        if self.kind != "rows":
+            fits = self.padded(sizes[:, 0]) <= self.tokens
         if self.patches is None:
             return fits
         return fits & (sizes[:, 1] <= self.patches)
@@ -80,7 +84,9 @@ class BatchShape:
 
     def loads(self, samples: np.ndarray, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
         """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
-        full: np.ndarray = samples / self.rows if self.kind == "rows" else tokens / self.tokens
+        full: np.ndarray = tokens / self.tokens
+        if self.kind == "rows":
+            full = samples / self.rows
         if self.patches is None:
             return full
         return np.maximum(full, patches / self.patches)
@@ -93,6 +99,7 @@ class BatchShape:
         """What each of the micro-batches takes, in tokens of an endless number of short samples. All sums but the last
         are exact, so they depend on no order."""
         starts, (tokens, patches) = groups.starts[:-1], sizes[groups.members].T
+        # (groups,) sums over the members of each; no group is empty, which reduceat would get wrong.
         encoder = PATCH_TOKENS * np.add.reduceat(patches, starts)
         if self.kind == "packed":
             return encoder + np.add.reduceat(_cost_of_rows(1, tokens), starts)
@@ -131,9 +138,9 @@ class BatchShape:
             fits = tokens[others] <= room
             if self.patches is not None:
                 fits &= patches[others] <= spare
-            place = int(fits.argmax()) if len(fits) else 0
-            if not fits[place : place + 1].any():
+            if not fits.any():
                 return Groups.by_label(labels)
+            place = int(fits.argmax())  # the first that fits, which is the longest
             taken = others[place]
             labels[taken], room, spare = 0, room - tokens[taken], spare - patches[taken]
             others = others[place + 1 :]
@@ -164,8 +171,11 @@ class BatchShape:
         return Groups.by_label(of_samples)
 
     def _has_room(self, rows: int, longest: int, patches: int) -> bool:
-        is_within = rows <= self.rows if self.kind == "rows" else rows * longest <= self.tokens
-        return is_within and (self.patches is None or patches <= self.patches)
+        if self.patches is not None and patches > self.patches:
+            return False
+        if self.kind == "rows":
+            return rows <= self.rows
+        return rows * longest <= self.tokens
 
 
 def _table(sizes: Sequence[SampleSize]) -> np.ndarray:
@@ -223,6 +233,7 @@ def nearest_in_cost(costs: Sequence[float] | np.ndarray, wanted: Sequence[int], 
         return found
     sorted_costs = of_all[order]
     lowest, highest = max(0, last - count + 1), min(first, len(order) - count)
+    # (windows,) costliest less cheapest of each window of `count` neighbours; costs descend.
     spans = sorted_costs[lowest : highest + 1] - sorted_costs[lowest + count - 1 : highest + count]
     start = lowest + int(spans.argmin())
     window: list[int] = order[start : start + count].tolist()

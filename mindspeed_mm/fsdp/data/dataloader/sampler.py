@@ -171,6 +171,7 @@ class StreamSampler:
         first = number * self._window
         if self._has(first + self._window - 1):
             return self._window
+        # `not has` is False for the rows that are there and True behind them: sorted, as bisect wants it.
         return bisect_left(range(self._window), True, key=lambda place: not self._has(first + place))
 
 
@@ -183,6 +184,7 @@ def permutation(size: int, seed: int, stream: int) -> np.ndarray:
 def _permutation(size: int, seed: int, stream: int) -> np.ndarray:
     words = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(size)
     order = np.argsort(words, kind="stable")
+    # The array is cached and handed to several callers: none may change it in place.
     order.setflags(write=False)
     return order
 

@@ -88,6 +88,7 @@ class SideProcess(Generic[Asked, Answer]):
         if self._process is None:
             return self._job(asked)
         started = time.monotonic()
+        # A process that is dead may have answered before: what is in the pipe is still read.
         while not self._ours.poll(_POLL_S if self._process.is_alive() else 0):
             if not self._process.is_alive():
                 raise self._job.stopped(asked, f"died (exit code {self._process.exitcode})")

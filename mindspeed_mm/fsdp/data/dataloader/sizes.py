@@ -53,7 +53,9 @@ class SizeBook:
         self._measure, self._group = measure, group
         self.timeout_s: float = timeout_s
         """Longest wait for an answer."""
-        self._rank, self._ranks = (rank, ranks) if group is not None else (0, 1)
+        self._rank, self._ranks = 0, 1
+        if group is not None:
+            self._rank, self._ranks = rank, ranks
         self._sizes = np.full((_FEWEST_ROWS, 2), _UNKNOWN, dtype=np.int32)
         self._errors: dict[int, DataError] = {}
         self._learned, self._is_complete = 0, False
@@ -83,6 +85,7 @@ class SizeBook:
             DataError: The process that measures died or hangs.
         """
         while True:
+            # "clip": rows beyond the table read its last line, and count as unknown below.
             sizes = self._sizes.take(rows, axis=0, mode="clip")
             is_unknown = self._are_unknown(rows, sizes)
             if not is_unknown.any():
@@ -147,10 +150,14 @@ class SizeBook:
 
     def _take_in(self, rows: np.ndarray) -> None:
         """Wait for this rank's share of a window, and for those of the others."""
-        own = self._process.wait() if self._process is not None else self._measure(self._own(rows))
+        if self._process is not None:
+            own = self._process.wait()
+        else:
+            own = self._measure(self._own(rows))
         shares: list[Any] = [own]
         if self._group is not None:
             shares = [None] * self._ranks
+            # A collective: all ranks come here for the same window, since `table` is asked for the same rows.
             dist.all_gather_object(shares, own, group=self._group)
         self._make_room(int(rows.max()))
         for rank, share in enumerate(shares):

@@ -68,6 +68,7 @@ class SharedSlots:
         memory = self._slot(slot)
         for name, first, size, _, _ in tensors:
             if size:
+                # As bytes: one copy for every type.
                 memory[first : first + size].copy_(batch[name].contiguous().view(-1).view(torch.uint8))
         return PackedBatch(slot, start, tuple(tensors), others)
 
@@ -132,7 +133,9 @@ def _begin_copies(step: list[Batch], device: torch.device, stream: torch.Stream)
             for value in batch.values():
                 if isinstance(value, torch.Tensor):
                     coded = bytes_of(value)
-                    tensor = value if coded is None else coded[0]
+                    tensor = value
+                    if coded is not None:
+                        tensor, _ = coded
                     copies.append((tensor, copied_to(tensor, device)))
         arrived.record(stream)
     for tensor, copy in copies:

@@ -63,7 +63,9 @@ class WorkerPool:
         self._forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         count = options.num_workers * options.prefetch_factor + 1
         with self._telling_of_failed_starts():
-            self.slots = SharedSlots(count, options.slot_bytes) if self._forks else None
+            self.slots = None
+            if self._forks:  # a spawned worker would not inherit the memory
+                self.slots = SharedSlots(count, options.slot_bytes)
         maker.slots = self.slots
         self._under_way: deque[BatchRequest] = deque()
         self._iterator: Any = None

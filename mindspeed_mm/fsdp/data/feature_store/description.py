@@ -94,13 +94,10 @@ def read_description(path: Path) -> Description:
             raise ValueError(f"its format is {content.get('format')!r}")
         _check_version(content, path)
         contents = content.get("contents")
-        return Description(
-            **content
-            | {
-                "components": from_json(content["components"]),
-                "contents": None if contents is None else FeatureSetContents(**contents),
-            }
-        )
+        if contents is not None:
+            contents = FeatureSetContents(**contents)
+        # Unknown keys raise TypeError, which is reported below: the version was checked, so they are damage.
+        return Description(**content | {"components": from_json(content["components"]), "contents": contents})
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,6 +120,7 @@ def check_same_work(before: Description, now: Description, path: Path) -> None:
 
 def check_fits(description: Description, adapter: DiffusionAdapter, path: Path) -> None:
     """Raise `DataError` when features are for another family, another task or latents of another kind."""
+    # Only keys of this version's geometry are compared; one that the features lack counts as different.
     mine = {"family": adapter.transformer_class, "task": adapter.task, **_numbers(asdict(adapter.geometry))}
     theirs = {"family": description.family, "task": description.task, **_numbers(description.geometry)}
     for name in mine:
@@ -263,6 +261,7 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
             "made by the same",
             stacklevel=2,
         )
+    # A folder that lacks an encoder can train on features all the same: what cannot be compared only warns.
     known = {name: files for name, files in store.components.items() if name not in absent}
     check_components(store, known, measure_components(adapter, known, absent), adapter.folder)
 

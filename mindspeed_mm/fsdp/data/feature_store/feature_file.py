@@ -250,6 +250,7 @@ def check_tensors(path: Path, facts: FileFacts) -> None:
 
 def checksum(tensor: torch.Tensor) -> str:
     """XXH3 of dtype, shape and bytes, behind the hash's name: training reads as fast as the disk is, and verifies."""
+    # XXH3 finds damage, not tampering: nobody is kept from writing other features with a fitting checksum.
     return f"{_XXH3}{_digest(xxhash.xxh3_128(), tensor)}"
 
 
@@ -262,6 +263,7 @@ def has_checksum(tensor: torch.Tensor, told: str) -> bool:
 
 def _digest(hashed: Any, tensor: torch.Tensor) -> str:
     hashed.update(f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}".encode())
+    # As bytes: numpy knows no bfloat16, and a view makes no copy of a mapped tensor.
     hashed.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return str(hashed.hexdigest())
 
@@ -278,6 +280,7 @@ def _to_text(facts: FileFacts) -> str:
         "records": [record.to_json() for record in facts.records],
         "skipped": [asdict(row) for row in facts.skipped],
     }
+    # Sorted: the same work gives the same bytes, whatever order the tensors came in.
     text = json.dumps(content, ensure_ascii=False, sort_keys=True)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]} {text}"
 

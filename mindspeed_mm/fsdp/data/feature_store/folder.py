@@ -106,6 +106,7 @@ class FeatureFolder:
         """Take away a feature set, if one is there, and nothing else; what it was stays known until all is gone."""
         if not self._describes_features():
             return
+        # The index goes first: a kill from here on leaves a set that counts as unfinished.
         for path in (self.index, *self.files(), self.skipped, self.null_text, self.marks):
             path.unlink(missing_ok=True)
         self._drop_leftovers()
@@ -184,6 +185,7 @@ class FeatureFolder:
         if held is None or held_mark != mark:
             held = read_facts(path)
             with path.open("rb") as file:
+                # The first 8 bytes of a safetensors file are the length of its header.
                 room = self._room - int.from_bytes(file.read(8), "little")
             if room >= 0:
                 self._facts[path], self._room = (mark, held), room
@@ -296,6 +298,7 @@ def write_index(
         empty += not all(map(str.strip, record.captions))
     shards = {span.path.name: span.path.stat().st_size for span in folder.shards()}
     contents = FeatureSetContents(len(lines), len(skipped), shards, cut_captions=cut, empty_captions=empty)
+    # This order matters: the index marks the set as finished, so all else is on the disk before it.
     _write_lines(folder.skipped, map(asdict, skipped))
     replace(description, contents=contents).write(folder.description)
     _write_lines(folder.index, lines)

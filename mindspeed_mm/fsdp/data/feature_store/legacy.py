@@ -76,6 +76,7 @@ class LegacyFeatureStore(UnmarkedFeatures):
         content = self._load(index)
         features = {"latents": content["video"], **_text_features(content)}
         if content.get("i2v_vae_feature") is not None:
+            # The first four channels are the mask; the latents of the condition stand behind it.
             features["condition_latents"] = content["i2v_vae_feature"][-self._geometry.latent_channels :]
         if content.get("i2v_clip_feature") is not None:
             features["image_embeds"] = content["i2v_clip_feature"]
@@ -182,11 +183,13 @@ def _text_features(content: JsonMapping) -> dict[str, torch.Tensor]:
     features = {}
     for text, mask in zip(texts, masks or [None] * len(texts), strict=True):
         has_batch_axis = text.dim() == 3 or (text.dim() == 2 and text.shape[0] == 1)
+        # (1, tokens, width) or (tokens, width); (1, width) is taken for a single, pooled vector.
         embeds = text[0] if has_batch_axis else text
         if embeds.dim() == 1:
             features["pooled_prompt_embeds"] = embeds
             continue
         if mask is not None:
+            # Unpadded (tokens, width): real tokens come first, the loader pads again.
             embeds = embeds[: int(mask.sum())]
         features["prompt_embeds"] = embeds
     return features
@@ -277,7 +280,9 @@ class PrecomputedFeatures(UnmarkedFeatures):
         latents, fps = self._pictures(name)
         geometry, sound = self._adapter.geometry, self._adapter.sound
         height, width = latents.shape[-2] * geometry.spatial_ratio, latents.shape[-1] * geometry.spatial_ratio
-        heard = self._sound(name).shape[1] if sound else 0
+        heard = 0
+        if sound:
+            heard = self._sound(name).shape[1]
         size = MediaSize(geometry.frames(tuple(latents.shape)), height, width, heard)
         key = blake2b(name.as_posix().encode(), digest_size=16).hexdigest()
         return FeatureRecord(number, key, f"{self._layout.latents}/{name}", str(name), (_NO_CAPTION,), size, fps)
@@ -290,6 +295,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
         try:
             if latents.dim() == 2:
                 sides = [int(content[side]) for side in ("num_frames", "height", "width")]
+                # (T * H * W, C), T slowest → (C, T, H, W)
                 latents = latents.reshape(*sides, latents.shape[-1]).permute(3, 0, 1, 2)
             fps = float(content.get("fps") or self._layout.fps)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -305,6 +311,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
         latents = _tensor(load_table(path), path)
         channels, _, bins = self._adapter.sound.latent_shape(1)
         if latents.dim() == 2 and latents.shape[1] == channels * bins:
+            # (L, C * M) → (C, L, M): positions, each with its channels of frequency bins
             latents = latents.reshape(-1, channels, bins).transpose(0, 1)
         if latents.dim() != 3 or (latents.shape[0], latents.shape[2]) != (channels, bins):
             _refuse(latents, f"({channels}, positions, {bins})", path)

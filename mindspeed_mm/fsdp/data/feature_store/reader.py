@@ -174,7 +174,11 @@ class ShardedFeatureStore:
         for stored in record.tensors:
             of_view, _, caption = stored.partition("/")
             name, _, number = of_view.partition("@")
-            if int(caption) == caption_index if caption else int(number or 0) == view:
+            # `prompt_embeds/1` is of the second caption, `latents@2` of the third view, `latents` of the first.
+            wanted, told = view, number or "0"
+            if caption:
+                wanted, told = caption_index, caption
+            if int(told) == wanted:
                 own = (record.shard, tensor_name(record.own_stem, stored))
                 found[name] = self._tensor(*record.places.get(stored, own))
         return found
@@ -211,6 +215,7 @@ class _OpenShard:
         tensor = self._file.get_tensor(name)
         told = self._unread.pop(name, None)
         if told is not None and not has_checksum(tensor, told):
+            # Put back, so that a second read of the same bytes fails too.
             self._unread[name] = told
             raise DamagedFile(f"the bytes of '{name}' have changed", where=str(self._path))
         return tensor
@@ -220,7 +225,9 @@ def _check_complete(files: FeatureFolder, description: Description) -> None:
     if not files.is_finished or description.contents is None:
         encoded, skipped = count_done(files)
         missing = description.rows - encoded - skipped
-        told = f": {missing} of {description.rows} rows are missing" if not description.first_batch else ""
+        told = ""
+        if not description.first_batch:  # later work has encoded only part of the rows: the difference says nothing
+            told = f": {missing} of {description.rows} rows are missing"
         raise DataError(
             f"features are not finished{told}",
             where=str(files.path),
@@ -230,7 +237,9 @@ def _check_complete(files: FeatureFolder, description: Description) -> None:
     sizes = {span.path.name: span.path.stat().st_size for span in files.shards()}
     for name, size in description.contents.shards.items():
         if sizes.get(name) != size:
-            what = f"has {sizes[name]} bytes, {size} were written" if name in sizes else "is missing"
+            what = "is missing"
+            if name in sizes:
+                what = f"has {sizes[name]} bytes, {size} were written"
             raise DataError(
                 what,
                 where=str(files.path / name),

@@ -118,12 +118,14 @@ class ShardBuilder:
             facts, _ = read_facts(path)
             self._remember(facts.records, number)
             own = {record.own_stem for record in facts.records if self._first_batch[record.own_stem] == number}
+            # A sample that came twice keeps its tensors where it came first.
             tensors |= {name: value for name, value in read_tensors(path).items() if name.partition("/")[0] in own}
             records += facts.records
             skipped += facts.skipped
         first, last = numbers[0], numbers[-1]
         write_feature_file(self._folder.shard(first, last), tensors, (first, last), records, skipped)
         for number in numbers:
+            # Not before the shard has its name: after a kill the batches are still there to be compacted again.
             self._folder.batch(number).unlink()
 
     def _remember(self, records: Iterable[FeatureRecord], batch: int) -> None:

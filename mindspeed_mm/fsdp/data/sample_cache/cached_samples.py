@@ -63,6 +63,7 @@ class CachedSamples(DatasetView):
 
     def __init__(self, whole: MMDataset, folder: CacheFolder, table: Table) -> None:
         super().__init__(whole)
+        # What was drawn while encoding is in the record: reading it needs no seed.
         self.is_deterministic = True
         self._table = table
         self._is_usable = table.is_usable
@@ -129,9 +130,12 @@ def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedS
     folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin))
     folder.prepare()
     rows = dataset.fingerprint()["hash"]
+    # Before the lock: a table that is new once it is held was written by the process that was waited for.
     mark = folder.table_mark(rows)
     with folder.held(progress.note):
-        table = folder.load_table(rows) if folder.table_mark(rows) != mark else None
+        table = None
+        if folder.table_mark(rows) != mark:
+            table = folder.load_table(rows)
         if table is None:
             table = _Preparation(dataset, basic, folder, progress).run()
             folder.save_table(rows, table)
@@ -184,6 +188,7 @@ class _Preparation:
         finally:
             self._progress.end()
         self._check_bad_fraction()
+        # The segments are listed again: workers wrote files that this process has not seen.
         return self._folder.look_up(keys)
 
     def _find_keys(self) -> np.ndarray:
@@ -218,6 +223,7 @@ class _Preparation:
     def _stop_at(self, reasons: dict[int, str]) -> None:
         """Raise what encoding the first of these rows raises."""
         for row in sorted(reasons)[:1]:
+            # In this process, so that the error has its own type, place and way out.
             self._dataset[row]
             raise DataError(reasons[row])  # it could be encoded now: it changes while it is read
 
@@ -289,6 +295,7 @@ def encode_rows(
         MachineError: A process was killed, or the disk is full.
         DataError: Something unforeseen happened to a row.
     """
+    # Some chunks for each worker, so that one with long videos does not keep all others waiting at the end.
     size = min(most_at_once, max(_LEAST_CHUNK, -(-len(rows) // (max(1, workers) * _CHUNKS_PER_WORKER))))
     chunks = [rows[start : start + size].tolist() for start in range(0, len(rows), size)]
     for encoded in _spread(_RowEncoder(dataset, keys, chunks, folder), workers):
@@ -386,6 +393,7 @@ class _RowEncoder(Dataset[Encoded]):
                     since = time.monotonic()
             writer.write()
         except OSError as error:
+            # Only plain values cross the process border; the parent makes the error of them.
             encoded.disk_full = is_disk_full(error)
             encoded.error = f"the samples cannot be written: {error}"
         except Exception as error:  # noqa: BLE001 (a process border, and a plugin's data set is foreign code)
@@ -400,6 +408,7 @@ class _RowEncoder(Dataset[Encoded]):
             record = pack(self._dataset[row], str(self._dataset.place(row)))
             size = self._dataset.measure(row)
             assert size is not None  # a data set of rows measures them
+        # A DataError too, so it comes first. Too long is noted for good; a bad row is tried again.
         except TooLongError as error:
             encoded.too_long[row] = str(error)
             writer.add(key, b"", 0, 0)
@@ -417,6 +426,7 @@ def _spread(work: Dataset[object], workers: int) -> Iterator[Any]:
         num_workers=workers,
         collate_fn=_pass_sample,
         worker_init_fn=_init_worker,
+        # A fork shares the data set's rows; a spawned process would have to pickle them.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator().manual_seed(0),  # the global one is the model's
     )

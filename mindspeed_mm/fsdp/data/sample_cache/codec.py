@@ -84,6 +84,7 @@ class _Writer:
 
     def plan(self, value: object) -> Plan:
         """How to build a value."""
+        # `type`, not isinstance: a numpy float is a float to isinstance, and would come back as a plain one.
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Mapping):
@@ -104,6 +105,7 @@ class _Writer:
         value = owner[name]
         if not isinstance(name, str):
             raise UnknownPart(f"the key {name!r} of a sample cannot be kept")
+        # The place is cut off and put back by `unpack`: the row may have moved to another line or file.
         if name == "sample_id" and isinstance(value, str) and value.startswith(self._place):
             return ["place", value[len(self._place) :]]
         if name == "labels" and (spans := _trained_spans(owner.get("input_ids"), value)) is not None:
@@ -122,6 +124,7 @@ class _Writer:
 
     def _stored(self, array: np.ndarray) -> list[Plan]:
         """The type that is stored (none: one number stands for all) and where it starts, from the first block on."""
+        # Token ids, positions and grid sizes: uint16 or uint32 holds nearly all of them.
         if array.size > 1 and array.dtype == np.int64:
             low, high = int(array.min()), int(array.max())
             if low == high:
@@ -163,6 +166,7 @@ class _Reader:
         if stored is None:
             return np.full(shape, start, dtype=dtype)
         count = math.prod(shape)
+        # No copy: the record is a bytearray, so the array can be written to, as torch.from_numpy wants.
         array = np.frombuffer(self._record, stored, count, self._start + start).reshape(shape)
         if stored == dtype:
             return array
@@ -207,6 +211,7 @@ def _trained_spans(input_ids: object, labels: object) -> np.ndarray | None:
     is_trained = labels != IGNORED_LABEL
     if not np.array_equal(labels[is_trained], input_ids[is_trained]):
         return None
+    # +1 where a run starts and -1 just behind it: both are non-zero, in turn.
     return np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 

@@ -101,6 +101,7 @@ class CacheFolder:
             older_than_s: By the clock of the file system: what is younger stays.
         """
         (self.path / ".lock").touch()
+        # A file written now gives the file server's clock, which may differ from this host's.
         now = (self.path / ".lock").stat().st_mtime
         for path in (*self.segments(), *self.path.glob("rows-*"), *self.path.glob(".*.tmp")):
             if now - path.stat().st_mtime >= older_than_s:
@@ -131,6 +132,7 @@ class CacheFolder:
                 time.sleep(_LOOK_EVERY_S)
             yield
         finally:
+            # Closing releases the lock; so does a kill, so no stale lock is ever left.
             os.close(descriptor)
 
     def look_up(self, keys: np.ndarray) -> Table:
@@ -139,6 +141,7 @@ class CacheFolder:
         Args:
             keys: (rows,) S16.
         """
+        # The number of a segment is its place among the readable ones: `names` and `numbers` grow together.
         names: list[str] = []
         numbers, parts = [], []
         for path in self.segments():
@@ -188,6 +191,7 @@ class CacheFolder:
             content = self._table(rows).read_bytes()
         except OSError:
             return None
+        # Damaged tables are made again, never repaired: the segments hold everything.
         if _digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
             return None
         with np.load(io.BytesIO(content[_DIGEST_BYTES:]), allow_pickle=False) as parts:
@@ -286,6 +290,7 @@ def read_entries(path: Path) -> np.ndarray:
         tail = file.read(_FOOTER.size)
         if size < len(_MAGIC) + _FOOTER.size or not tail.endswith(_MAGIC):
             raise DamagedSegment("is cut or no file of samples", where=str(path))
+        # A size that does not fit is found before the index is read, so `count` cannot ask for absurd memory.
         start, count, told, _ = _FOOTER.unpack(tail)
         if start + count * ENTRY.itemsize + _FOOTER.size != size:
             raise DamagedSegment(f"has {size} bytes, which differs from its index", where=str(path))

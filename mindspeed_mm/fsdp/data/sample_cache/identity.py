@@ -109,7 +109,7 @@ class SampleKeys:
         media = []
         for item in sample.media:
             media.append((item.kind, item.source, list(map(self._facts, _names(item)))))
-        rejected = None if sample.rejected is None else self._content(sample.rejected)
+        rejected = sample.rejected and self._content(sample.rejected)
         return [sample.messages, sample.weights, media, sample.tools, sample.text, rejected]
 
     def _facts(self, name: str) -> list[object]:
@@ -119,6 +119,7 @@ class SampleKeys:
             status = os.stat(path)  # noqa: PTH116
         except (OSError, ValueError):  # it is missing, or no path but base64 text
             return []
+        # The real path: the same rows read from another working directory keep their keys.
         facts: list[Any] = [path, *_marks(status)]
         if stat.S_ISDIR(status.st_mode):
             facts += [(entry.name, *_marks(entry.stat())) for entry in sorted(os.scandir(path), key=lambda e: e.name)]
@@ -161,6 +162,7 @@ def _model_files(folder: Path) -> dict[str, str]:
 
 def _code(plugin: object) -> str:
     """Of the modules that make a sample: a change of ours, or of a plugin from outside, makes old samples void."""
+    # All of `data_utils`, not only what this row uses: a needless new encoding is cheaper than a stale sample.
     files = sorted(Path(str(data_utils.__file__)).parent.rglob("*.py"))
     module = sys.modules.get(type(plugin).__module__)
     if module is not None and getattr(module, "__file__", None):

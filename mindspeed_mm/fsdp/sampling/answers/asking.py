@@ -156,7 +156,9 @@ class QuestionEncoder:
         question = filled_boxes(question, self.processor, self._plugin, media)
         options = EncodeOptions(self._basic.cutoff_len)
         end = self.tokenizer.eos_token_id
-        template = self._template.with_variables(variables) if variables else self._template
+        template = self._template
+        if variables:
+            template = template.with_variables(variables)
         encoder = SampleEncoder(self._tokens, end, template, self._plugin, media, options)
         with told_as(as_asked):
             return encoder.encode_question(question)

@@ -196,6 +196,7 @@ class RowChoices:
 
     def _drawn(self, row: int, scores_1V: torch.Tensor) -> torch.Tensor:
         """Probabilities over exponential variates: the largest is a draw (torch.multinomial does the same)."""
+        # (1, V). The argmax of p / Exp(1) is a draw by p, so `generate` itself may stay greedy.
         shares = torch.softmax(scores_1V, dim=-1)
         return shares / torch.empty_like(shares).exponential_(1, generator=self._generators[row])
 
@@ -244,6 +245,7 @@ class RequestChoices:
         """Scores (rows, V) → the same, the largest of each row being its next token."""
         good = rows_are_finite(scores)
         for row, state in enumerate(self._states):
+            # Not read here: a read by the host would stall every pass.
             self._finite.setdefault(state.request_id, []).append(good[row])
             choose = self.of.get(state.request_id)
             if choose is not None:

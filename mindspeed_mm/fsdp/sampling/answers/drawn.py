@@ -78,6 +78,7 @@ class InverseDraws:
         at_drawn = drawn_B.unsqueeze(1)
         self.tokens.append(drawn_B)
         self.log_probs.append(log_probs_BV.gather(1, at_drawn).squeeze(1))
+        # The clamp keeps 0 · -∞ from being NaN.
         self.entropies.append(-(log_probs_BV.exp() * log_probs_BV.clamp(min=-1e9)).sum(dim=1))
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, at_drawn, 0.0)
 
@@ -86,6 +87,7 @@ class InverseDraws:
         uniform_B = self._uniforms[:, position].to(log_probs_BV.device)
         shares_BV = truncated(log_probs_BV.exp(), self._rule.top_p, self._rule.top_k)
         cumulated_BV = shares_BV.cumsum(dim=1)
+        # Scaled by the sum: what top_k and top_p leave is not normalised.
         aim_B1 = (uniform_B * cumulated_BV[:, -1]).unsqueeze(1)
         found_B = torch.searchsorted(cumulated_BV, aim_B1, right=True).squeeze(1)
         # Rounding may carry the aim to the end of the sum, behind which there is no token.
@@ -101,7 +103,9 @@ class InverseDraws:
         answers = []
         for tokens, log_probs, entropies in zip(tokens_BT, log_probs_BT, entropies_BT, strict=True):
             is_end = torch.isin(tokens, ends).nonzero()
-            length = int(is_end[0]) + 1 if len(is_end) else len(tokens)
+            length = len(tokens)
+            if len(is_end):
+                length = int(is_end[0]) + 1
             kept = slice(0, length)
             entropy = float(entropies[kept].mean())
             answers.append(
@@ -127,6 +131,7 @@ def truncated(shares_BV: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor
     if top_p < 1:
         ordered, order = shares_BV.sort(dim=1, descending=True)
         ordered = ordered / ordered.sum(dim=1, keepdim=True)
+        # The share of all likelier tokens: the one that crosses top_p is still kept.
         before = ordered.cumsum(dim=1) - ordered
         keeps = torch.zeros_like(shares_BV, dtype=torch.bool).scatter_(1, order, before < top_p)
         shares_BV = shares_BV.where(keeps, 0.0)

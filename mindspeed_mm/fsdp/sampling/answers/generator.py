@@ -456,7 +456,9 @@ def move_to(inputs: Mapping[str, object], device: torch.device) -> JsonObject:
 def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> JsonObject:
     """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
     sounds = inputs.get(SOUNDS)
-    return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}
+    if sounds is None:
+        return inputs
+    return inputs | {SOUNDS: sounds.to(model.dtype)}
 
 
 def _end_ids(model: PreTrainedModel, encoder: QuestionEncoder) -> list[int]:
@@ -464,4 +466,6 @@ def _end_ids(model: PreTrainedModel, encoder: QuestionEncoder) -> list[int]:
     configured = model.generation_config.eos_token_id
     if configured is None:
         return encoder.end_ids
-    return list(configured) if isinstance(configured, list | tuple) else [configured]
+    if isinstance(configured, list | tuple):
+        return list(configured)
+    return [configured]

@@ -149,8 +149,11 @@ class LiveAnswer:
     def close(self, decode: Decode) -> Answer:
         """The answer; what of its text was held back is told."""
         whole = decode(self.token_ids)
-        whole = whole if self.keeps_blanks else whole.strip()
-        text = self.text.close(self.token_ids, whole) if self.text is not None else whole
+        if not self.keeps_blanks:
+            whole = whole.strip()
+        text = whole
+        if self.text is not None:
+            text = self.text.close(self.token_ids, whole)
         self.answer = Answer(tuple(self.token_ids), text, finished=self.ending == "stop")
         return self.answer
 
@@ -189,6 +192,7 @@ class TextPieces:
         # are decoded with the new ones.
         before = self._decode(token_ids[self._settled : self._read])
         after = self._decode(token_ids[self._settled :])
+        # U+FFFD: the bytes of a character are not all there yet.
         if after.endswith("\ufffd") or not after.startswith(before):
             return False
         self._text += after[len(before) :]

@@ -78,6 +78,7 @@ def draw_codes(model: Any, prompt: Mapping[str, torch.Tensor], choice: CodeChoic
     embeds = [_shown(model, ids_1L, prompt.get("pixel_values"))]
     if choice.guidance != 1:
         hidden = ids_1L.clone()
+        # The first token stays, and the mark that begins a picture.
         hidden[:, 1:-1] = pad_id
         embeds.append(model.get_input_embeddings()(hidden))
     generator = torch.Generator(ids_1L.device).manual_seed(choice.seed)
@@ -91,6 +92,7 @@ def draw_codes(model: Any, prompt: Mapping[str, torch.Tensor], choice: CodeChoic
         if len(plain):
             asked = plain + choice.guidance * (asked - plain)
         is_good &= rows_are_finite(asked).all()
+        # Without NaN, which multinomial refuses at once: the error below names the cause.
         code = choice.next_code(asked.nan_to_num(), generator)
         codes.append(code)
         inputs_embeds = model.prepare_embeddings_for_image_generation(code.expand(len(embeds))[:, None])
@@ -108,6 +110,7 @@ def pixels_of(model: Any, codes: torch.Tensor) -> torch.Tensor:
     decoded = model.model.vqmodel.decode(codes).float()
     if not decoded.isfinite().all():
         raise not_finite("the pixels of the picture", {"": model})
+    # (N, 3, side, side) from -1 to 1 → (N, side, side, 3) bytes
     return ((decoded + 1) * 127.5).clamp(0, 255).byte().permute(0, 2, 3, 1)
 
 

@@ -141,7 +141,9 @@ def read_questions(
         DataError: Naming the bad rows (the first ten), or the file.
     """
     if not path.is_file():
-        what = "is a folder, not a file of rows" if path.is_dir() else "there is no such file"
+        what = "there is no such file"
+        if path.is_dir():
+            what = "is a folder, not a file of rows"
         raise DataError(what, where=str(path), way_out="Give a JSONL file of conversations.")
     if media_dir is not None and not media_dir.is_dir():
         way_out = "Name the folder that media paths start at."
@@ -228,7 +230,9 @@ def question_of(
 
 def _check_media_exist(sample: Sample, media_dir: Path, media_key: str) -> None:
     for item in sample.media:
-        name = item.source.get("path") if isinstance(item.source, dict) else item.source
+        name = item.source
+        if isinstance(name, dict):
+            name = name.get("path")
         if not isinstance(name, str) or len(name) >= _LONGEST_PATH or "://" in name:
             continue  # no path
         if not (media_dir / name).exists():

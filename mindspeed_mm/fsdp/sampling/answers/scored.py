@@ -76,7 +76,9 @@ class Evaluation:
         if cut_off := self.facts.get("cut_off"):
             limit = self.facts["max_new_tokens"]
             told.append(f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)")
-        shown = self.scores if len(self.tasks) > 1 else self.tasks
+        shown = dict(self.tasks)
+        if len(self.tasks) > 1:  # of a single task the score of all is the same
+            shown = self.scores
         for name, score in shown.items():
             told.append(f"{self.comparison.title}, {name}: {score}")
         failed = list(filter(_judges_failure, self.samples))

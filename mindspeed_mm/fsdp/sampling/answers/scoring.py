@@ -191,6 +191,7 @@ def bootstrap_interval(errors: np.ndarray, units: np.ndarray) -> tuple[float, fl
     draw = np.random.default_rng(0)
     rates = []
     for _ in range(_DRAWS):
+        # Always seed 0: the same answers give the same interval.
         rows = draw.integers(0, len(errors), len(errors))
         rates.append(error_rate(errors[rows].sum(), units[rows].sum()))
     low, high = np.quantile(rates, [0.025, 0.975])

@@ -72,6 +72,7 @@ class LogProbs:
 
     def note(self, raw_1V: torch.Tensor, chosen_1: torch.Tensor) -> None:
         """The next token, of all scores."""
+        # Of the raw scores: before penalties, biases and temperature.
         log_probs_V = raw_1V[0].log_softmax(dim=-1)
         top = log_probs_V.topk(min(self._likeliest, len(log_probs_V)))
         ids = torch.cat((chosen_1, top.indices))

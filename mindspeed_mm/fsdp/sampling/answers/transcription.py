@@ -76,6 +76,7 @@ def transcripts(
         max_new_tokens: Longest transcript; no more than the decoder's places are used.
     """
     inputs, start_tokens = _as_heard(dict(inputs), processor, speech)
+    # What a transcript begins with takes places of the decoder, too.
     most = min(max_new_tokens, model.config.max_target_positions - start_tokens)
     finite = FiniteScores(len(inputs["input_features"]))
     chosen: JsonObject = {"do_sample": False}
@@ -99,7 +100,9 @@ def transcripts(
 def _as_heard(inputs: dict[str, Any], processor: Any, speech: Speech | None) -> tuple[JsonObject, int]:
     """What `generate` takes, and with how many tokens a transcript begins."""
     starts = inputs.get("decoder_input_ids")
-    start_tokens = _LONGEST_START if starts is None else starts.shape[1]
+    start_tokens = _LONGEST_START
+    if starts is not None:
+        start_tokens = starts.shape[1]
     if speech is None or not (speech.language or speech.prompt):
         return inputs, start_tokens
     inputs.pop("decoder_input_ids", None)

@@ -75,7 +75,9 @@ class MossTTSDelayVoice(Voice):
 
     @override
     def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
-        voices = None if job.reference is None else [self._codes_of(job.reference)]
+        voices = None
+        if job.reference is not None:
+            voices = [self._codes_of(job.reference)]
         asked = {"text": job.text, "instruction": job.instructions or None}
         prompt = self._writer.question(asked, voices, "--prompt")
         choice = DelayChoice(
@@ -87,8 +89,9 @@ class MossTTSDelayVoice(Voice):
         sounds, finished = speak_delayed(self.model, prompt, choice)
         with torch.inference_mode():
             samples = [self._codec.decode(torch.from_numpy(codes).to(self.model.device)) for codes in sounds]
-        told = torch.cat(samples) if samples else torch.zeros(0)
-        return told.float().cpu().numpy(), finished
+        if not samples:
+            return np.zeros(0, dtype=np.float32), finished
+        return torch.cat(samples).float().cpu().numpy(), finished
 
     @torch.inference_mode()
     def _codes_of(self, reference: Reference) -> np.ndarray:
@@ -131,8 +134,9 @@ class _Delay:
         if self._ended is None:
             return None
         is_over = self._ended == self._config.n_vq
-        mark = self._config.audio_end_token_id if is_over else self._config.audio_assistant_delay_slot_token_id
-        return int(mark)
+        if is_over:
+            return int(self._config.audio_end_token_id)
+        return int(self._config.audio_assistant_delay_slot_token_id)
 
     def kept(self) -> list[int]:
         """Tokens of text that alone are chosen from; empty: all but `left_out`."""
@@ -154,6 +158,7 @@ class _Delay:
 
     def books(self) -> range:
         """Codebooks that have a code at the next place."""
+        # The delay pattern: codebooks begin one after the other, and end in the same order.
         return range(self._ended or 0, min(self._running, self._config.n_vq))
 
     def take(self, token: int) -> None:
@@ -213,7 +218,9 @@ def speak_delayed(
             chosen = torch.tensor([forced], device=device)
         new_G = codes_1LG.new_full((config.n_vq,), NO_CODE)
         for book in state.books():
-            before = torch.stack(told[book])[None] if told[book] else ids_1L[:, :0]
+            before = ids_1L[:, :0]
+            if told[book]:
+                before = torch.stack(told[book])[None]
             new_G[book] = choose_code(before, codes_1GC[:, book].clone()).argmax()
             told[book].append(new_G[book])
         token, good = torch.stack([chosen[0], is_finite.all().long()]).tolist()  # one read of the device at each place
@@ -226,6 +233,7 @@ def speak_delayed(
         state.take(token)
         ids_1L, codes_1LG = chosen[None], new_G[None, None]
         place += 1
+    # Shorter ones have no frame with a code of every codebook.
     whole = [undelayed(torch.stack(places).cpu().numpy()) for places in sounds if len(places) >= config.n_vq]
     return whole, token == config.im_end_token_id
 

@@ -112,6 +112,7 @@ class OmniVoice(AnsweringVoice):
         asked = len(question.input_ids)
 
         def only_its_words(_row: int, ids_L: torch.Tensor) -> list[int]:
+            # The only token that is allowed is the given one: `generate` cannot say anything else.
             return [ids[len(ids_L) - asked]]
 
         with torch.inference_mode(), torch.random.fork_rng():

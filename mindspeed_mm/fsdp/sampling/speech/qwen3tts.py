@@ -72,7 +72,9 @@ class Qwen3TTSVoice(Voice):
         self.copies = self.reads_reference = config.tts_model_type == "base"
         self.follows_instructions = not self.copies and getattr(config, "tts_model_size", None) != _SMALL
         settings = folder / "generation_config.json"
-        given = read_json_object(settings, ModelFolderError) if settings.is_file() else {}
+        given: JsonObject = {}
+        if settings.is_file():
+            given = read_json_object(settings, ModelFolderError)
         self._first = SimpleNamespace(**_USUAL | given)
         self._others = SimpleNamespace(**_USUAL | {"repetition_penalty": 1.0} | _of_predictor(given))
         self.usual_tokens = int(given.get("max_new_tokens") or _USUAL_TOKENS)
@@ -96,7 +98,10 @@ class Qwen3TTSVoice(Voice):
         codes, finished = talk(self.model, prompt, choice)
         with torch.inference_mode():
             whole = torch.cat([torch.from_numpy(heard).to(codes), codes])  # what was heard leads into what is said
-            samples_1T = self._codec.decoder.decode(whole.T[None]) if len(whole) else codes.new_zeros((1, 0)).float()
+            samples_1T = codes.new_zeros((1, 0)).float()
+            if len(whole):
+                samples_1T = self._codec.decoder.decode(whole.T[None])  # (1, G, N) → (1, samples)
+        # Only what is said: the recording in front is cut off again.
         told = samples_1T[0, len(heard) * self._codec.decoder.frame_samples :]
         return told.float().cpu().numpy(), finished
 
@@ -120,6 +125,7 @@ class Qwen3TTSVoice(Voice):
         if len(heard) and job.reference is not None:
             text = [*self._words(job.reference.words or ""), *text]
         made = sequence_of(config, role, text, heard, self._voice(job), self._dialect(job.name))
+        # Without the last place, the end of speech: generation goes on there.
         words, codes = torch.from_numpy(made.input_ids[:-1]), torch.from_numpy(made.codec_ids[:-1])
         frames = torch.arange(len(words) - len(heard), len(words), device=device)
         talker = self.model.talker

@@ -65,7 +65,10 @@ def talk(model: Any, prompt: torch.Tensor, choice: FrameChoice) -> tuple[torch.T
         left_out = marks.clone()
         left_out[end] = len(frames) < _LEAST_FRAMES
         scores_1V = scores_1V.masked_fill(left_out, -torch.inf)
-        said_1N = torch.stack([frame[0] for frame in frames])[None] if frames else marks.new_zeros((1, 0)).long()
+        # Of the first codebook alone: its penalty for repetitions looks at these.
+        said_1N = marks.new_zeros((1, 0)).long()
+        if frames:
+            said_1N = torch.stack([frame[0] for frame in frames])[None]
         first = choose(said_1N, scores_1V).argmax(dim=-1)
         token, good = torch.cat([first, is_finite.long()]).tolist()  # one read of the device before each frame
         if not good:
@@ -77,6 +80,7 @@ def talk(model: Any, prompt: torch.Tensor, choice: FrameChoice) -> tuple[torch.T
         if not others_good:
             raise not_finite(f"the scores of further codes of frame {len(frames) + 1}", {"": model})
         frames.append(codes_G)
+        # A frame is read as the sum of its codes' embeddings and that of the text beside it, which is over.
         read = first_11D + others_11D + silent_1D
     return _stacked(frames, config, device), False
 
@@ -114,7 +118,10 @@ class _Predictor:
             made = parts.model(inputs_embeds=given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
             scores_1V = head(made).float()
             finite.append(rows_are_finite(scores_1V))
-            code = self._choose(torch.stack(codes[1:], dim=1) if codes[1:] else first[None, :0], scores_1V).argmax(-1)
+            said_1N = first[None, :0]
+            if codes[1:]:
+                said_1N = torch.stack(codes[1:], dim=1)
+            code = self._choose(said_1N, scores_1V).argmax(-1)
             read = table(code)[:, None]
             codes.append(code)
             total = total + read

@@ -101,7 +101,9 @@ def room_for(config: object, length: int, most: int) -> int:
         DataError: None.
     """
     longest = longest_of(config)
-    room = most if longest is None else min(most, longest - length)
+    room = most
+    if longest is not None:
+        room = min(most, longest - length)
     if room < 1:
         what = f"the text and all that goes with it have {length} tokens, and the model takes {longest}"
         raise DataError(what, key="prompt", way_out="Say it in parts.")
@@ -181,7 +183,9 @@ class Voice(ABC):
             self._check_reference(job.reference, job.name)
         if job.instructions and not self.follows_instructions:
             raise UsageError("the model takes no instructions", key="--instructions", way_out="Leave them out.")
-        return replace(job, name=self.name_of(job.name) if job.reference is None else None)
+        if job.reference is not None:
+            return replace(job, name=None)
+        return replace(job, name=self.name_of(job.name))
 
     def name_of(self, asked: str | None) -> str | None:
         """A voice as `names` spells it.
@@ -194,7 +198,9 @@ class Voice(ABC):
             return None
         if (name := self.names.get(asked.lower())) is not None:
             return name
-        way_out = f"Choose one of {', '.join(self.names.values())}." if self.names else "Leave it out."
+        way_out = "Leave it out."
+        if self.names:
+            way_out = f"Choose one of {', '.join(self.names.values())}."
         if not self.names and self.copies:
             way_out = "Leave it out, or give a recording of a voice: --audio."
         raise UsageError(f"there is no voice '{asked}'", key="--speaker", way_out=way_out)
@@ -202,7 +208,9 @@ class Voice(ABC):
     def _check_reference(self, reference: Reference, name: str | None) -> None:
         if not self.copies:
             known = ", ".join(self.names.values())
-            way_out = f"Choose one of its own: {known}." if known else "Leave it out."
+            way_out = "Leave it out."
+            if known:
+                way_out = f"Choose one of its own: {known}."
             raise UsageError("the model does not copy voices", key="--audio", way_out=way_out)
         if name is not None:
             way_out = "Leave out --speaker or --audio."

@@ -166,6 +166,7 @@ def read_stretch(
     with _opened(file, name) as track:
         if clock_s is not None and abs(clock_s - track.first_s) > _IN_TIME_S:
             start_s += clock_s - track.first_s
+        # Negative where the stretch begins before the sound does: silence is put in front below.
         first = round(start_s * rate)
         pieces, found = _decoded_track(track, rate, channels, name, until_s=(first + count) / rate + _SLACK_S)
     stretch = pieces.joined(_resampled_length(found, track.rate, rate))[:, max(0, first) : max(0, first + count)]
@@ -211,7 +212,9 @@ class _Resampler:
         self._frame = av.AudioFrame
         self._layout, self._channels = {1: "mono", 2: "stereo"}[channels], channels
         is_same = rate == source_rate
-        self._resampler = None if is_same else av.AudioResampler(format="fltp", layout=self._layout, rate=rate)
+        self._resampler = None
+        if not is_same:
+            self._resampler = av.AudioResampler(format="fltp", layout=self._layout, rate=rate)
         self._source_rate = source_rate
         self._pieces: list[np.ndarray] = []
 
@@ -237,6 +240,7 @@ class _Resampler:
 
 
 def _resampled_length(samples: int, source_rate: int, rate: int) -> int:
+    # Rounded up, in whole numbers: floats would miss by one for long tracks.
     return -(-samples * rate // source_rate)
 
 
@@ -269,11 +273,12 @@ def _opened(file: BinaryIO, name: str) -> Iterator[_Track]:
         if start.startswith(known):
             raise DataError(f"'{name}' {reason}", way_out=_REPLACE)
     is_avi = start.startswith(b"RIFF") and start[8:12] == b"AVI "
-    with (
-        _sound_file(file, start, size, name)
-        if start.startswith(_SOUND_STARTS) and not is_avi
-        else _container(file, start, name) as track
-    ):
+    # AVI and WAV both begin with RIFF.
+    if start.startswith(_SOUND_STARTS) and not is_avi:
+        opened = _sound_file(file, start, size, name)
+    else:
+        opened = _container(file, start, name)
+    with opened as track:
         yield track
 
 
@@ -317,11 +322,13 @@ def _declared_by_wav(file: BinaryIO, size: int) -> int:
             block_align = struct.unpack("<H", file.read(16)[12:14].ljust(2, b"\0"))[0]
             file.seek(length - 16, 1)
         elif tag == b"data":
+            # Recorders that stream write 0 or nearly 2**32 here, since they do not know the length yet.
             is_known = block_align and 0 < length < 0xFFFF0000 and file.tell() < size
             if is_known:
                 return length // block_align
             return 0
         else:
+            # Chunks of RIFF are padded to even lengths.
             file.seek(length + length % 2, 1)
     return 0
 

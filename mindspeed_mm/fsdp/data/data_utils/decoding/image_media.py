@@ -112,7 +112,9 @@ def probe_image(file: BinaryIO, name: str = "image") -> ImageHeader:
     begins_s = _begins_s(image, frames, name)
     fps = (frames - 1) / begins_s[-1]
     is_steady = all(math.isclose(time_s, number / fps, abs_tol=1e-6) for number, time_s in enumerate(begins_s))
-    return ImageHeader(height, width, frames, fps, () if is_steady else tuple(begins_s))
+    if is_steady:
+        begins_s = []
+    return ImageHeader(height, width, frames, fps, tuple(begins_s))
 
 
 def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -> Iterator[Image.Image]:
@@ -126,14 +128,17 @@ def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -
     Raises:
         DataError: As `decode_image`.
     """
-    file = io.BytesIO(data)
-    image = _opened(_without_texts(file) if data.startswith(_PNG_START) else file, name)
+    file: BinaryIO = io.BytesIO(data)
+    if data.startswith(_PNG_START):
+        file = _without_texts(file)
+    image = _opened(file, name)
     last = _frames(image) - 1
     for index in indices:
         try:
             image.seek(min(index, last))
         except _DECODE_ERRORS as error:
             raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
+        # A copy: seek() draws the next frame over this one.
         yield _decoded(image.copy(), name)
 
 
@@ -226,6 +231,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """RGB: alpha over white, 16-bit gray scaled to 8 bits (a plain convert drops the one and clips the other)."""
     if image.mode.startswith("I"):
         gray = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        # 0 … 65535 to 0 … 255, rounded to the nearest.
         return Image.fromarray(((gray * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its values are floating-point numbers, which have no known range")
@@ -249,11 +255,9 @@ def why_unreadable(start: bytes, error: BaseException) -> str:
     if not isinstance(error, UnidentifiedImageError):
         return f"is broken: {error}"
     words = readable_start(head)
-    return (
-        f"is not an image (starts with {words})"
-        if words
-        else f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
-    )
+    if words:
+        return f"is not an image (starts with {words})"
+    return f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
 
 
 def is_still_in_container(start: bytes) -> bool:

@@ -47,6 +47,7 @@ def fetch(url: str, url_roots: Sequence[str], most_bytes: int, hosts: Collection
         answer = _request_once(parts, url, url_roots, most_bytes, deadline_s)
         if isinstance(answer, bytes):
             return answer
+        # Around the loop again: the new URL goes through the same checks.
         url = urllib.parse.urljoin(url, answer)
     raise DataError(f"'{url[:100]}': more than {MOST_REDIRECTS} redirects", way_out=_WAY_OUT)
 
@@ -60,6 +61,7 @@ def _request_once(
     try:
         _secure(connection, parts)
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        # `identity`: a small compressed answer must not unfold into a huge one.
         connection.request("GET", path, headers={"User-Agent": "mindspeed-mm", "Accept-Encoding": "identity"})
         response = connection.getresponse()
         if response.status in (301, 302, 303, 307, 308) and response.getheader("Location"):

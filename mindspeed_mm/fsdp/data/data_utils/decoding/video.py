@@ -95,14 +95,18 @@ class ClipSampling:
     def step_s(self, source_fps: float) -> float:
         """Seconds between two frames of the clip."""
         taken_fps = self.taken_fps(source_fps)
-        return self.frame_interval / source_fps if taken_fps is None else 1 / taken_fps
+        if taken_fps is None:
+            return self.frame_interval / source_fps
+        return 1 / taken_fps
 
     def taken_fps(self, source_fps: float) -> float | None:
         """Frames taken a second of a video of this rate; None: every `frame_interval`-th."""
         if self.fps is not None or self.model_fps is None or source_fps <= 0:  # 0: a still picture
             return self.fps
         # A rate that is only written otherwise (24 and 23.976) would cost a clip of exact length its last frame.
-        return None if is_near_rate(source_fps, self.model_fps) else self.model_fps
+        if is_near_rate(source_fps, self.model_fps):
+            return None
+        return self.model_fps
 
     def frames_of(self, frames: int, source_fps: float) -> int:
         """Frames that a whole video gives."""
@@ -167,7 +171,9 @@ class FrameTimes(Protocol):
 
 
 def _begins_s(video: FrameTimes) -> np.ndarray:
-    return np.array(video.begins_s) if video.begins_s else np.arange(video.frames) / video.fps
+    if video.begins_s:
+        return np.array(video.begins_s)
+    return np.arange(video.frames) / video.fps
 
 
 def is_nearer(earlier_s: float, later_s: float, time_s: float) -> bool:
@@ -227,6 +233,7 @@ def read_clip(
         if wanted_s[0] > 0:
             assert video.stream.time_base is not None  # every stream of frames has one
             start = int((first_s + wanted_s[0]) / video.stream.time_base)
+            # To the key frame before: decoding can only begin there; what comes before the clip is passed over.
             video.container.seek(start, stream=video.stream, backward=True)
             played = decode_frames(video.container, video.stream, name)
         shown = ShownFrames(frames, shape)
@@ -276,7 +283,9 @@ def timed(
     """
     before_s = -math.inf
     for number, frame in enumerate(frames):
-        time_s = frame.time - first_s if frame.time is not None else number * frame_s
+        time_s = number * frame_s
+        if frame.time is not None:
+            time_s = frame.time - first_s
         if time_s < before_s:
             raise DataError(f"'{name}' has timestamps that run backwards", way_out="Convert it: ffmpeg -i old new.")
         yield time_s, frame
@@ -425,6 +434,7 @@ def _times_of_packets(container: InputContainer, stream: VideoStream, name: str)
     begins_s, packets, end_s = [], 0, 0.0
     try:
         for packet in container.demux():
+            # AVI has times of decoding alone.
             time = packet.dts if packet.pts is None else packet.pts
             if time is None or not packet.size:  # the end of a stream, or a frame that repeats the last
                 continue
@@ -439,12 +449,15 @@ def _times_of_packets(container: InputContainer, stream: VideoStream, name: str)
     promised_s = max(0, container.duration or 0) / 1e6
     if end_s < LEAST_COMPLETE * promised_s - _SLACK_S or packets < LEAST_COMPLETE * stream.frames:
         raise DataError(f"'{name}' is cut: it ends after {end_s:.2f} s of {promised_s:.2f} s", way_out=REPLACE)
+    # Packets come in the order of decoding; frames that refer to later ones are shown earlier.
     return np.array(sorted(begins_s))
 
 
 def _mean_fps(begins_s: np.ndarray) -> float:
     span_s = float(begins_s[-1] - begins_s[0])
-    return (len(begins_s) - 1) / span_s if span_s > 0 else math.inf
+    if span_s > 0:
+        return (len(begins_s) - 1) / span_s
+    return math.inf
 
 
 def _is_steady(begins_s: np.ndarray, fps: float) -> bool:
@@ -495,7 +508,10 @@ def _header(video: OpenVideo, first: VideoFrame, name: str) -> VideoHeader:
         if rate and _LEAST_FPS <= rate <= _MOST_FPS
     ]
     count, first_s = max(1, len(begins_s)), first.time or 0.0
-    rates = declared if count == 1 else [_mean_fps(begins_s)]
+    # A single frame has no distance to another: its rate is what the file declares.
+    rates = declared
+    if count > 1:
+        rates = [_mean_fps(begins_s)]
     if not rates or not _LEAST_FPS <= rates[0] <= _MOST_FPS:
         raise DataError(f"'{name}' has no frame rate", way_out="Convert it: ffmpeg -r RATE -i old new.")
     for fps in (*declared, *rates):
@@ -519,7 +535,9 @@ def _refuse_other_kinds(start: bytes, name: str) -> None:
         if start.startswith(known):
             raise DataError(f"'{name}' {reason}", way_out=REPLACE)
     if start.startswith(b"RIFF") and start[8:12] in (b"WAVE", b"WEBP"):
-        kind = "sound (WAV)" if start[8:12] == b"WAVE" else "a WebP picture"
+        kind = "a WebP picture"
+        if start[8:12] == b"WAVE":
+            kind = "sound (WAV)"
         raise DataError(f"'{name}' is not a video but {kind}", way_out=REPLACE)
 
 
@@ -527,7 +545,9 @@ def _why_unreadable(start: bytes, error: Exception) -> str:
     if start[4:8] == b"ftyp":
         return "is broken or cut: its index (moov) cannot be read"
     words, reason = readable_start(start), setting_of(error, str, "strerror") or str(error)
-    return f"is not a video (starts with {words})" if words else f"is not a video of an allowed container ({reason})"
+    if words:
+        return f"is not a video (starts with {words})"
+    return f"is not a video of an allowed container ({reason})"
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
@@ -543,4 +563,6 @@ def upright(frame_rgb: Any, turns_by_90: int) -> Image.Image:
     image: Image.Image = frame_rgb.to_image()
     turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
     turn = turns[turns_by_90]
-    return image if turn is None else image.transpose(turn)
+    if turn is None:
+        return image
+    return image.transpose(turn)

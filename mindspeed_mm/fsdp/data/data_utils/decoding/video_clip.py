@@ -155,7 +155,9 @@ class ClipRule:
         frames = preprocess.video_maxlen
         if not setting_of(processor, bool, "do_sample_frames"):
             return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None, fps is not None)
-        picker = FramePicker(processor) if fps is None and frames is None else None
+        picker = None
+        if fps is None and frames is None:
+            picker = FramePicker(processor)
         own_fps = setting_of(processor, float, "fps") or setting_of(processor, int, "fps")
         own_frames = setting_of(processor, int, "max_frames")
         return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker, fps is not None)
@@ -210,6 +212,7 @@ def watch(file: BinaryIO, rule: ClipRule, sizes: FrameSizes, name: str = "video"
         wanted_s = np.array(header.timestamps)
         first = next(played)
         start_s = first.time or 0.0
+        # `wanted_s` counts from the first frame; seeking needs the file's own clock, hence `start_s`.
         frames = _jumping(opened, first, played, wanted_s + start_s, shown, name)
         end_s = play(timed(frames, start_s, 1 / header.fps, name), wanted_s, 1 / header.fps, shown)
     if shown.count < shown.asked:
@@ -271,6 +274,7 @@ class PartRule(ClipRule):
                 f"the part from {self.start_s:g} s holds no frame: the video has {video.frames / video.fps:.2f} s",
                 way_out="Correct start and end of the video, or drop the row.",
             )
+        # As if the part were a video of its own; its numbers are moved to where it lies in the file.
         whole = ClipRule(self.fps, self.most_frames, self.pick)
         found = whole.header(replace(video, frames=last - first + 1))
         return replace(found, indices=tuple(index + first for index in found.indices))

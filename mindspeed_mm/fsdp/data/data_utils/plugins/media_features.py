@@ -113,7 +113,9 @@ def complete_of(plugin: object) -> CompleteBatch | None:
 
 def no_such_media(kind: str) -> DataError:
     """The error of a row with a medium that the model does not take."""
-    article = "a" if kind == "video" else "an"
+    article = "an"
+    if kind == "video":
+        article = "a"
     return DataError(
         f"the row has {article} {kind}, but the model takes none",
         way_out="Name a model that takes them, or drop the row.",
@@ -158,7 +160,9 @@ class TokenMarks:
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
-        self._name = _name_of_marks(processor) if _asks_for_marks(processor) else None
+        self._name = None
+        if _asks_for_marks(processor):
+            self._name = _name_of_marks(processor)
         self._is_by_id = _owner_of(processor, "create_mm_token_type_ids") == "ProcessorMixin"
         """The general one marks a token by its id alone; a family's own may look further, as GLM's does."""
         self._of_ids = np.zeros(0, dtype=np.int32)
@@ -171,6 +175,7 @@ class TokenMarks:
             return {self._name: self._ask(input_ids)}
         highest = int(input_ids.max(initial=-1))
         if highest >= len(self._of_ids):
+            # Asked once for all ids: then the marks of a sample are one look-up instead of a loop in Python.
             self._of_ids = self._ask(np.arange(max(highest + 1, len(tokenizer_of(self._processor)))))
         return {self._name: self._of_ids[input_ids]}
 

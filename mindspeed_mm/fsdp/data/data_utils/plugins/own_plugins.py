@@ -46,7 +46,9 @@ class QwenVLPlugin(ProcessorPlugin):
     def __init__(self, processor: Processor, preprocess: Any, grid: PatchGrid) -> None:
         super().__init__(processor, preprocess)
         self._image_grid = grid
-        self._video_grid = build_video_grid(processor, preprocess) if "video" in self.placeholders else None
+        self._video_grid = None
+        if "video" in self.placeholders:
+            self._video_grid = build_video_grid(processor, preprocess)
         self.frame_sizes = self._video_grid
         inputs = setting_of(processor, Sequence, "model_input_names") or ()
         self._seconds_key = next((key for key in _SECONDS_KEYS if key in inputs), None)
@@ -101,6 +103,7 @@ class QwenVLPlugin(ProcessorPlugin):
             items = [item for item in media if item.kind == kind and _BYTES in item.tensors]
             if items and grid is not None:
                 pixels, grids = _NAMES[kind]
+                # (P, 3 · T · p · p) float32 of all items, one after the other; their grids say where each ends.
                 batch[pixels] = grid.normalise([item.tensors[_BYTES] for item in items])
                 batch[grids] = torch.tensor([item.tensors[_GRID] for item in items], dtype=torch.int64)
         return batch | super().collate([_without_bytes(item) for item in media])
@@ -122,6 +125,7 @@ class QwenVLPlugin(ProcessorPlugin):
         if not tells_replacements(self._processor):
             return True
         deep, merge = grid.temporal_patch_size, grid.merge_size
+        # The smallest clip is one merge block, a single token: a longer replacement writes more than tokens.
         least = ClipHeader(1, 1, tuple(range(deep)), 1.0, deep)
         return self._replacement((1, merge, merge), least) == self.placeholders["video"].text
 
@@ -154,6 +158,7 @@ class DrawingPlugin(ProcessorPlugin):
         size = self._processor.image_processor.size
         square = ImageOps.fit(image, (size["width"], size["height"]), Image.Resampling.BICUBIC)
         made = self._asked("image", square, f"an image of {image.width} × {image.height}")
+        # (3, H, W) from -1 to 1, as the model's own tokenizer of pictures takes them.
         pixels = torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1
         return MediaFeatures(made.kind, made.token_ids, {_PIXELS: pixels[None]}, made.text)
 

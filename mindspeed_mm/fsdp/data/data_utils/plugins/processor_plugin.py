@@ -141,6 +141,7 @@ class ProcessorPlugin:
                     key="images",
                     way_out=f"Give such models rows of at most {most}, or take a model of another family.",
                 )
+            # Shares all but two settings with this plugin; made once.
             self._of_many = copy(self)
             self._of_many._image_options = {**self._image_options, **(options or {})}
             self._of_many._is_among_others = options is None
@@ -249,7 +250,9 @@ class ProcessorPlugin:
         the first one's tokens are returned."""
         if kind not in self.placeholders:
             raise no_such_media(kind)
-        count = len(item) if isinstance(item, list) else 1
+        count = 1
+        if isinstance(item, list):
+            count = len(item)
         ask = partial(
             self._processor,
             return_text_replacement_offsets=True,
@@ -282,6 +285,7 @@ class ProcessorPlugin:
         """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
         text: tensors made of the text, and placeholders that it does not replace where they stand."""
         unknown = tensors.keys() - BATCH_KEYS.keys()
+        # The second call costs as much as the first: it is made for the first item of a kind alone.
         if unknown or not _tells_places(alone):
             among_words = ask(text=[f"a {text} b"])
             of_text = [name for name in sorted(unknown) if not _same(tensors[name], among_words.get(name))]
@@ -338,7 +342,9 @@ class ProcessorPlugin:
             ConfigError: What it writes depends on what stands around a picture, and on the picture.
             DataError: It changes the words, too.
         """
-        return self._writer.items(text) if self._writer is not None else None
+        if self._writer is None:
+            return None
+        return self._writer.items(text)
 
     @cached_property
     def _writer(self) -> TextWriter | None:
@@ -400,8 +406,10 @@ class ProcessorPlugin:
 
     def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:
         ids = np.asarray(self._tokenizer(replacement, add_special_tokens=False)["input_ids"], dtype=np.int64)
-        is_special = np.isin(ids, self._special_ids).all()
-        return MediaFeatures(kind, ids, tensors, None if is_special else replacement)
+        # A run of special tokens stays itself wherever it stands; other text is tokenised with its neighbours.
+        if np.isin(ids, self._special_ids).all():
+            return MediaFeatures(kind, ids, tensors)
+        return MediaFeatures(kind, ids, tensors, replacement)
 
     @property
     def _frames_at_once(self) -> int:
@@ -439,7 +447,10 @@ class ProcessorPlugin:
         if hop is None or most is None or len(sound.samples) <= most:
             return
         mask = first_of(tensors, ("feature_attention_mask", "input_features_mask"))
-        heard = int(mask.sum()) * hop if mask is not None else most
+        heard = most
+        if mask is not None:
+            heard = int(mask.sum()) * hop
+        # Two hops: the last window of a sound may be counted or left out.
         if heard < len(sound.samples) - 2 * hop:
             raise DataError(
                 f"'{sound.name}' is {sound.seconds:.1f} s long; the model takes {heard / sound.rate:.1f} s",
@@ -470,7 +481,9 @@ def _pictures_seen_alone(processor: object) -> int | None:
     own = setting_of(processor, int, "pictures_seen_alone")
     if own is not None:
         return own
-    return 1 if _counts_pictures(processor) else None
+    if _counts_pictures(processor):
+        return 1
+    return None
 
 
 def _counts_pictures(processor: object) -> bool:
@@ -485,7 +498,10 @@ def _counts_of_rows(of_pictures: Sequence[int]) -> torch.Tensor:
     counts: list[int] = []
     for is_alone, pictures in groupby(number == 1 for number in of_pictures):
         number = len(list(pictures))
-        counts += [1] * number if is_alone else [number]
+        if is_alone:
+            counts += [1] * number
+        else:
+            counts.append(number)
     return torch.tensor(counts, dtype=torch.long)
 
 
@@ -517,7 +533,9 @@ def _image_options(processor: object, preprocess: PreprocessParameters) -> dict[
             raise ConfigError(f"{type(images).__name__} has no such step", key=f"{_KEY}.{key}", way_out="Leave it out.")
     if preprocess.image_max_tiles is not None:
         if not is_tiled(images) or preprocess.crop_to_patches is False:
-            what = f"{type(images).__name__} cuts no tiles" + (" without crop_to_patches" if is_tiled(images) else "")
+            what = f"{type(images).__name__} cuts no tiles"
+            if is_tiled(images):
+                what += " without crop_to_patches"
             raise ConfigError(what, key=f"{_KEY}.image_max_tiles", way_out="Leave it out.")
         options |= tile_bounds(images, preprocess.image_max_tiles)
     return options

@@ -106,12 +106,17 @@ class PatchGrid:
 
     def normalise(self, patches: Sequence[np.ndarray]) -> torch.Tensor:
         """Join the patches of several items: (P, 3 · T · p · p) numbers; patches of one frame are repeated T times."""
-        bytes_ = torch.from_numpy(np.concatenate(patches) if len(patches) > 1 else patches[0])
+        joined = patches[0]
+        if len(patches) > 1:
+            joined = np.concatenate(patches)
+        bytes_ = torch.from_numpy(joined)
         numbers = 3 * self.temporal_patch_size * self.patch_size**2
+        # `_cut` put the channels first: R numbers of each follow one another.
         bytes_P3R = bytes_.view(len(bytes_), 3, -1)
         values = bytes_P3R.to(torch.float32)
         values.sub_(self.mean[:, None]).div_(self.std[:, None])  # the processor's two operations, in its order
         repeats = numbers // bytes_.shape[1]
+        # (P, 3, R) → (P, 3, T, R): a still picture is the same in each of the T frames of a patch.
         repeated = values.unsqueeze(2).expand(-1, 3, repeats, -1)
         return made_of(repeated.reshape(-1, numbers), bytes_P3R, repeats)
 
@@ -119,7 +124,9 @@ class PatchGrid:
         p, m = self.patch_size, self.merge_size
         count, height, width = frames_THWC.shape[:3]
         rows, columns = height // p, width // p
+        # (time, deep, rows, m, p, columns, m, p, 3): the model merges blocks of m × m patches into one token
         blocks = frames_THWC.reshape(count // deep, deep, rows // m, m, p, columns // m, m, p, 3)
+        # → (time, rows, columns, m, m | 3, deep, p, p): patches of a block one after the other, channels first
         return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(count // deep * rows * columns, 3 * deep * p * p)
 
     def _interpolated(self, pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -207,6 +214,7 @@ def _grid(part: Any, target: Resize) -> PatchGrid:
         temporal_patch_size=part.temporal_patch_size,
         target=target,
         resample=_interpolation(part.resample),
+        # (byte · scale - mean) / std in one step less, as torchvision's processors compute it.
         mean=torch.tensor(part.image_mean) * per_byte,
         std=torch.tensor(part.image_std) * per_byte,
     )

@@ -76,8 +76,10 @@ class MediaPlaces:
 
     def __init__(self, placeholders: Mapping[str, Placeholder], write_items: WriteItems | None = None) -> None:
         self._placeholders, self._write_items = dict(placeholders), write_items
+        # Longest first: of two alternatives that begin alike, `re` takes the one that it tries first.
         texts = sorted(placeholders.items(), key=lambda entry: -len(entry[1].text))
         either = "|".join(f"(?P<{kind}>{re.escape(placeholder.text)})" for kind, placeholder in texts)
+        # An empty pattern would match everywhere.
         self._pattern = re.compile(f"(?<!{PROTECTED})(?:{either})") if either else None
 
     def expansion_of(self, item: MediaFeatures) -> Expansion:
@@ -87,7 +89,9 @@ class MediaPlaces:
     def expansion_for(self, kind: str, size: ItemSize) -> Expansion:
         """Return the same for an item whose size alone is known: its placeholder's id stands for each of its tokens."""
         placeholder = self._placeholders.get(kind)
-        fill = placeholder.token_id if placeholder is not None else 0
+        fill = 0
+        if placeholder is not None:
+            fill = placeholder.token_id
         return Expansion(kind, np.full(size.tokens, fill, dtype=np.int64), size.text)
 
     def place(self, text: str, expansions: Sequence[Expansion]) -> Placed:
@@ -100,7 +104,9 @@ class MediaPlaces:
         for expansion in expansions:
             if expansion.kind in waiting:
                 waiting[expansion.kind].append(expansion)
-        found = list(self._pattern.finditer(text)) if self._pattern is not None else []
+        found = []
+        if self._pattern is not None:
+            found = list(self._pattern.finditer(text))
         for kind, items in waiting.items():
             count = sum(match.lastgroup == kind for match in found)
             if count != len(items):
@@ -120,6 +126,7 @@ class MediaPlaces:
                 item, behind = item._replace(text=by_processor.text), by_processor.behind
             written = match.group() if item.text is None else item.text
             pieces += [text[position : match.start()], written, behind]
+            # `grown`: by how many characters what was written so far is longer than the placeholders.
             start = match.start() + grown
             places.append(((start, start + len(written)), item))
             position, grown = match.end(), grown + len(written + behind) - len(match.group())
@@ -220,7 +227,9 @@ class TextWriter:
             gap, is_last = pieces[self._tokens * number], number == len(words) - 1
             body = lead + self._placeholder + "".join(between + self._placeholder for between in inner)
             if following or is_last:
-                lead = "" if is_last else self._lead
+                lead = self._lead
+                if is_last:
+                    lead = ""
                 behind = gap.removeprefix(self._trail).removesuffix(lead).removesuffix(following)
                 if gap != self._trail + behind + following + lead or behind.strip():
                     raise self._changed(text)
@@ -232,6 +241,7 @@ class TextWriter:
 
     def _write(self, text: str) -> str:
         """The text that the processor hands to its tokenizer."""
+        # A shallow copy: the recorder must not stay in the processor that other threads use.
         listening = copy(self._processor)
         recorder = _Recorder(tokenizer_of(self._processor))
         listening.tokenizer = recorder
@@ -282,9 +292,11 @@ class WritingProbe:
         shown = {Ask(self._placeholder, (0,)): self._show(self._placeholder, (0,))}
         for ask in self._asks(_ONE):
             shown[ask] = self._show(*ask)
-        with suppress(ValueError, RuntimeError, TypeError, LookupError, AttributeError):  # it may take a single picture
-            for ask in self._asks(_SEVERAL) if with_several else ():
-                shown[ask] = self._show(*ask)
+        if with_several:
+            # The processor may take a single picture alone.
+            with suppress(ValueError, RuntimeError, TypeError, LookupError, AttributeError):
+                for ask in self._asks(_SEVERAL):
+                    shown[ask] = self._show(*ask)
         ends = {self._rest(ask, theirs) for ask, theirs in shown.items()}
         if len(ends) == 1 and None not in ends:  # it may end every text alike
             return None

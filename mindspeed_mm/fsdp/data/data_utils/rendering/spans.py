@@ -112,9 +112,11 @@ class TurnFinder:
     def borders(self, messages: list[Message], text: str, **context: object) -> dict[int, Borders]:
         """Message → where its words stand; only for messages whose words come through the template unchanged."""
         try:
+            # One rendering finds all turns: each message's words carry its own character at both ends.
             marked = self._render([_marked_message(m, _mark(i)) for i, m in enumerate(messages)], **context)
         except DataError:
             return {}
+        # A template that cuts or compares words writes another text for marked ones: marks tell nothing then.
         if len(messages) > MOST_MESSAGES or _MARK.sub("", marked) != text:
             return {}
         places, owners = [], []
@@ -221,7 +223,9 @@ class TurnFinder:
         if not (is_last and self._openings):
             alone = self._alone(messages[i], context)
         start = self._start(text, where, alone)
-        end = len(text) if is_last else self._end(text, where, alone)
+        end: int | None = len(text)
+        if not is_last:
+            end = self._end(text, where, alone)
         if start is None or end is None or not start < end:
             return None
         return start, self._without_blanks_after_mark(text, start, end)
@@ -298,13 +302,16 @@ class TurnFinder:
         if i == len(messages) - 1:
             return len(text)
         so_far = self._render(messages[: i + 1], **context)
-        return len(so_far) if text.startswith(so_far) else None
+        if text.startswith(so_far):
+            return len(so_far)
+        return None
 
     def _by_exchange(self, messages: list[Message], i: int, text: str, context: Context) -> Span:
         """For templates that change a turn's words, and write it differently once others follow: exchange its words,
         and what stays the same is not the turn's."""
         [stand_in] = self._for_template([{**messages[i], "content": _STAND_IN}])
         exchanged = [*messages[:i], stand_in, *messages[i + 1 :]]
+        # A template that writes the turn twice leaves a stand-in in `after`, which the text does not end with.
         before, found, after = self._render(exchanged, **context).partition(_STAND_IN)
         fits = len(before) + len(after) <= len(text) and text.startswith(before) and text.endswith(after)
         closing = self._closing(exchanged[: i + 1], after, context)
@@ -314,7 +321,9 @@ class TurnFinder:
 
     def _closing(self, exchanged: list[Message], after: str, context: Context) -> str | None:
         alone = self._render(exchanged, **context).partition(_STAND_IN)[2]
-        return alone if after.startswith(alone) else self.mark_at(after, 0)
+        if after.startswith(alone):
+            return alone
+        return self.mark_at(after, 0)
 
     # --- the template's words ----------------------------------------------------------------------------------------
 
@@ -328,7 +337,9 @@ class TurnFinder:
     def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
         """The model stops at its end mark: the line break that a template writes after it is not the model's."""
         trimmed = text[start:end].rstrip()
-        return start + len(trimmed) if trimmed.endswith(self._own_marks) else end
+        if trimmed.endswith(self._own_marks):
+            return start + len(trimmed)
+        return end
 
     @cached_property
     def _own_marks(self) -> tuple[str, ...]:
@@ -341,6 +352,7 @@ class TurnFinder:
         where it writes nothing."""
         probe = self._for_template([_ASKED])
         openings = []
+        # As the template is set comes first: `_at_end` takes that one.
         for context in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
             try:
                 without = self._render(probe, **context)

@@ -184,4 +184,5 @@ def whisper_format(processor: Processor) -> str | None:
     if not is_whisper(processor) or not prefix:
         return None
     start = "".join(tokenizer.convert_ids_to_tokens(prefix))
+    # Only before the first message: a conversation of several turns has one prefix.
     return _format(_WHISPER).replace("START", f"({start!r} if loop.index0 == 0 else '')")

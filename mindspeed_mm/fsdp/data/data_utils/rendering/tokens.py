@@ -84,7 +84,9 @@ class Tokens:
                 way_out="Save it as a fast tokenizer (tokenizer.json).",
             )
         self._backend = tokenizer.backend_tokenizer
-        self._begins = _beginnings(tokenizer) if of_processor else ()
+        self._begins: tuple[str, ...] = ()
+        if of_processor:
+            self._begins = _beginnings(tokenizer)
         self._of_processor = of_processor
         reserved = set(placeholders)
         if split_special:
@@ -115,6 +117,7 @@ class Tokens:
 
     def encoding(self, text: str) -> Encoding:
         """Token ids with positions in `text`."""
+        # A processor adds its begin token unless the template wrote one; a tokenizer alone adds none.
         begins = self._of_processor and not text.startswith(self._begins)
         if _OPEN in text or _CLOSE in text:
             return self._in_pieces(text, begins)
@@ -131,9 +134,14 @@ class Tokens:
         `kept`."""
         found = []
         for message in messages:
-            reserved = self._reserved_of_model if message["role"] == "assistant" else self._reserved
-            reserved = reserved.without(kept) if kept else reserved
-            found.append(_with_marks(message, reserved.pattern) if _holds(message, reserved) else message)
+            reserved = self._reserved
+            if message["role"] == "assistant":
+                reserved = self._reserved_of_model
+            if kept:
+                reserved = reserved.without(kept)
+            if _holds(message, reserved):
+                message = _with_marks(message, reserved.pattern)
+            found.append(message)
         return found
 
     # --- special tokens as text --------------------------------------------------------------------------------------
@@ -141,7 +149,9 @@ class Tokens:
     def _in_pieces(self, text: str, begins: bool) -> Encoding:
         """Between two protected tokens as ever, the protected ones by the tokenizer's model alone."""
         pieces = _Pieces()
-        front, back = self._around() if begins else ([], [])
+        front, back = list[int](), list[int]()
+        if begins:
+            front, back = self._around()
         pieces.add(front, [(0, 0)])
         position = 0
         for found in self._marked.finditer(text):
@@ -156,6 +166,7 @@ class Tokens:
     def _around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts in front of a text and behind it."""
         encoding = self._backend.encode("a", add_special_tokens=True)
+        # "a" stands for any text: what is not its own token is what the tokenizer adds around.
         own = [place for place, added in enumerate(encoding.special_tokens_mask) if not added]
         return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
 
@@ -279,7 +290,9 @@ def _with_marks(value: object, pattern: re.Pattern[str]) -> Any:
         marked = {}
         for key, part in value.items():
             is_own = key in ("role", "type") and isinstance(part, str) and part in _OWN_VALUES
-            marked[_with_marks(key, pattern)] = part if is_own else _with_marks(part, pattern)
+            if not is_own:
+                part = _with_marks(part, pattern)
+            marked[_with_marks(key, pattern)] = part
         return marked
     if isinstance(value, list | tuple):
         return [_with_marks(part, pattern) for part in value]
@@ -317,7 +330,9 @@ class _Pieces:
 
     def add(self, ids: list[int], offsets: list[Span]) -> None:
         """Token ids and their characters; one span stands for all of them."""
-        spans = offsets * len(ids) if len(offsets) == 1 else offsets
+        spans = offsets
+        if len(offsets) == 1:
+            spans = offsets * len(ids)
         self.ids += ids
         self._offsets += spans
         self._starts += [start for start, _ in spans]

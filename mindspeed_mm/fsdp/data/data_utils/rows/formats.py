@@ -146,6 +146,7 @@ class RowFormat:
         found: JsonObject = {}
         if columns is not None:
             _check_names(columns, _COLUMNS, where, "columns")
+            # Empty: columns that the entry does not list are not searched for under their usual names.
             found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
         _check_names(tags, _TAGS, where, "tags")
         found |= _given(tags, _TAGS)
@@ -155,7 +156,9 @@ class RowFormat:
         """The format with `ranking` decided by `basic_parameters.stage`, unless it is given."""
         if self.ranking is not None:
             return self
-        return self._of_pairs if stage == "rm" else self._of_answers
+        if stage == "rm":
+            return self._of_pairs
+        return self._of_answers
 
     @cached_property
     def _of_pairs(self) -> RowFormat:
@@ -168,7 +171,10 @@ class RowFormat:
     @cached_property
     def columns(self) -> frozenset[str]:
         """Columns that every row of this format, which is known, may have."""
-        keys = ("messages", "prompt", "response", *EXTRAS, *(PAIRS if self.ranking else ()))
+        keys = ["messages", "prompt", "response", *EXTRAS]
+        if self.ranking:
+            keys += PAIRS
+        # `history` is read beside a question only: see `_further_columns`.
         return frozenset(vars(self)[key] for key in keys if key != "history")
 
     @cached_property
@@ -189,7 +195,9 @@ class RowFormat:
     @property
     def needed_columns(self) -> tuple[str, ...]:
         """Columns without which no row converts, as far as they are named."""
-        keys = ("chosen", "rejected") if self.ranking else ("messages", "prompt", "response")
+        keys: tuple[str, ...] = ("messages", "prompt", "response")
+        if self.ranking:
+            keys = ("chosen", "rejected")
         return tuple(filter(None, (vars(self)[key] for key in keys)))
 
     def needed_of(self, columns: Collection[str], null: Collection[str]) -> str | None:
@@ -232,7 +240,9 @@ def _check_names(names: Iterable[str], known: Sequence[str], where: str, key: st
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
-            way_out = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(known)}."
+            way_out = f"Known: {', '.join(known)}."
+            if near:
+                way_out = f"Did you mean '{near[0]}'?"
             raise ConfigError(f"'{name}' is not known here", where=where, key=key, way_out=way_out)
 
 
@@ -287,6 +297,7 @@ class _Problem(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _recognise(columns: tuple[tuple[str, str], ...], row_format: RowFormat, needs_answer: bool) -> RowFormat | _Problem:
+    # Cached by columns and kinds of values: rows of one file nearly always agree, and this runs for each.
     kinds = dict(columns)
     pair = _pair(kinds, row_format)
     extras = {key: _only(kinds, vars(row_format)[key], usual) for key, usual in EXTRAS.items()}
@@ -355,6 +366,7 @@ def _fit(
         if len(names) > 1 and not (key == "response" and not needs_answer):
             return _ambiguous(key, names)
         if key != TEXT_COLUMN:
+            # `text` of a document is no key of `attr`: its converter reads that column by name.
             found[key] = names[0]
     for key, usual in shape.optional.items():
         found[key] = _only(kinds, vars(row_format)[key], usual)
@@ -381,7 +393,9 @@ def _candidates(kinds: _Columns, configured: str | None, usual: Sequence[str], a
     if configured is not None and kinds.get(configured) in allowed:
         return [configured]
     found = [name for name in _names(configured, usual) if kinds.get(name) in allowed]
-    return found[:1] if usual[0] == "messages" else found  # of several lists of turns the first, as ever
+    if usual[0] == "messages":  # of several lists of turns the first, as ever
+        return found[:1]
+    return found
 
 
 def _names(configured: str | None, usual: Sequence[str]) -> Sequence[str]:
@@ -396,6 +410,7 @@ def _names(configured: str | None, usual: Sequence[str]) -> Sequence[str]:
 def _only(kinds: _Columns, configured: str | None, usual: Sequence[str]) -> str:
     """The column of a field that a row may lack, one that holds something before one that is empty; empty: it does."""
     names = [name for name in _names(configured, usual) if name in kinds]
+    # False sorts before True, and min keeps the first of equals: order of the usual names.
     return min(names, key=lambda name: kinds[name] == "empty", default="")
 
 
@@ -404,7 +419,9 @@ def _pair(kinds: _Columns, row_format: RowFormat) -> dict[str, str]:
 
 
 def _ambiguous(key: str, names: Sequence[str]) -> _Problem:
-    what = "what is asked" if key == "prompt" else "the answer"
+    what = "the answer"
+    if key == "prompt":
+        what = "what is asked"
     return _Problem(
         f"{ATTR_KEY}.{key}",
         f"several columns may hold {what}: {', '.join(names)}",

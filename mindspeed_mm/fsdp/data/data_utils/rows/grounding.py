@@ -57,6 +57,7 @@ def _corners(box: Any, where: str) -> tuple[float, ...]:
         raise _wrong(f"{short(box)} is neither [x, y] nor [x1, y1, x2, y2]", where)
     if len(box) == 2:
         return tuple(map(float, box))
+    # The corners may come in another order: sorted, the first is the upper left one.
     xs, ys = sorted(map(float, box[::2])), sorted(map(float, box[1::2]))
     return (xs[0], ys[0], xs[1], ys[1])
 
@@ -139,8 +140,12 @@ def with_objects(sample: Sample, style_name: str, sizes_of: Callable[[MediaItem]
         if not (isinstance(number, int) and 0 <= number < len(pictures)):
             raise _wrong(f"a box lies in picture {number!r}, and the row has {len(pictures)}", where)
         of_file, seen = sizes_of(pictures[number])
-        scale = (1, 1) if sample.objects.is_relative else of_file
-        to = (_THOUSAND, _THOUSAND) if style.is_of_thousand else seen
+        scale, to = of_file, seen
+        if sample.objects.is_relative:
+            scale = (1, 1)
+        if style.is_of_thousand:
+            to = (_THOUSAND, _THOUSAND)
+        # Coordinates alternate x, y, and sizes are (height, width): index 1 - i % 2 is the side that fits.
         boxes.append(style.box([round(n / scale[1 - i % 2] * to[1 - i % 2]) for i, n in enumerate(box)]))
     return _filled(sample, map(style.ref.format, sample.objects.refs), iter(boxes), rejected, style.marks)
 
@@ -148,8 +153,11 @@ def with_objects(sample: Sample, style_name: str, sizes_of: Callable[[MediaItem]
 def _filled(
     sample: Sample, refs: Iterator[str], boxes: Iterator[str], rejected: Sample | None, marks: frozenset[str]
 ) -> Sample:
+    # Iterators over all messages: the n-th mark of a kind takes the n-th entry.
+    fills = {"<bbox>": boxes, "<ref-object>": refs}
+
     def fill(text: str) -> str:
-        return _MARK.sub(lambda mark: next(boxes if mark[0] == "<bbox>" else refs), text)
+        return _MARK.sub(lambda mark: next(fills[mark[0]]), text)
 
     messages = []
     for message in sample.messages:

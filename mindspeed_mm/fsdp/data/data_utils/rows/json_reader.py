@@ -34,6 +34,7 @@ class _Spans:
     """Byte start, byte end and number (of the line, or in the list) of each row."""
 
     def __init__(self) -> None:
+        # Arrays of int64: lists of Python integers would take several times as much for millions of rows.
         self.starts, self.ends, self.numbers = array("q"), array("q"), array("q")
 
     def clear(self) -> None:
@@ -69,6 +70,7 @@ class JsonRows:
     def _text(self, index: int) -> bytes:
         start, size = self._spans.starts[index], self._spans.ends[index] - self._spans.starts[index]
         check_row_bytes(size, self.place(index))
+        # pread has no shared position: threads may read from one descriptor.
         return os.pread(self._descriptor(), size, start).strip(_SPACE)
 
     def _descriptor(self) -> int:
@@ -128,7 +130,9 @@ def how_it_starts(path: Path) -> tuple[int, bool]:
     """Where the text begins (after a byte-order mark), and whether it is a list."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    start = len(_BOM) if head.startswith(_BOM) else 0
+    start = 0
+    if head.startswith(_BOM):
+        start = len(_BOM)
     return start, head[start:].lstrip(_SPACE)[:1] == b"["
 
 
@@ -154,7 +158,8 @@ class _LineScan:
             self._read_to += len(block)
             if not block:
                 self.is_done = True
-                breaks = np.array([self._read_to] if self._line_start < self._read_to else [], dtype=np.int64)
+                if self._line_start < self._read_to:  # a last line without a line break ends where the file does
+                    breaks = np.array([self._read_to])
             if len(breaks):
                 self._add(file.fileno(), breaks)
 
@@ -293,7 +298,9 @@ def parse_row(data: bytes, where: str) -> JsonObject:
         raise DataError(f"the row is {_KINDS[type(row)]}, not an object", where=where, way_out=REPAIR)
     if b"\\u" in data and has_lone_surrogate(row):
         found = _LONE_SURROGATE.search(data)
-        at = f"byte {found.start()} of the row begins" if found else "the row holds"
+        at = "the row holds"
+        if found:
+            at = f"byte {found.start()} of the row begins"
         raise DataError(f"{at} {HALF_CHARACTER}", where=where, way_out=REPAIR)
     return row
 

@@ -72,7 +72,9 @@ def read_parts(parts: Sequence[object], sample: Sample, key: str) -> str | list[
 def _typed_part(part: object, sample: Sample, key: str) -> JsonObject:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    where, name = str(sample.place), part.get("type") if isinstance(part, Mapping) else None
+    where, name = str(sample.place), None
+    if isinstance(part, Mapping):
+        name = part.get("type")
     if isinstance(part, Mapping) and name in _TEXT_TYPES:
         _check_trained_whole(part, where, key)
         note_unread(sample, "part", part, _TEXT_FIELDS, key)
@@ -179,13 +181,13 @@ def _source(value: object, kind: MediaKind, sample: Sample, key: str, options: I
         path, data = first_given(value, (*_PATHS, kind)), first_given(value, _BYTES)
         if data is not None and isinstance(value[data], str | bytes):
             return _with_options({"bytes": value[data]}, options)
-        value = None if path is None else value[path]
+        value = path and value[path]
     if isinstance(value, str) and is_data_url(value):
         return {"bytes": value}  # not a path, wherever paths are looked for
     if isinstance(value, str | bytes) and value:
         if not options:
             return value
-        return _with_options({"path" if isinstance(value, str) else "bytes": value}, options)
+        return _with_options(_as_object(value), options)
     if kind == "video" and isinstance(value, list | tuple) and value:
         if options:
             what = f"{', '.join(options)} are asked of a video that is a list of frames"
@@ -198,7 +200,15 @@ def _source(value: object, kind: MediaKind, sample: Sample, key: str, options: I
 
 
 def _with_options(source: JsonObject, options: ItemOptions) -> JsonObject:
-    return {**source, "options": options} if options else source
+    if options:
+        return {**source, "options": options}
+    return source
+
+
+def _as_object(source: str | bytes) -> JsonObject:
+    if isinstance(source, bytes):
+        return {"bytes": source}
+    return {"path": source}
 
 
 OF_TURNS: dict[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
@@ -222,7 +232,9 @@ def with_own_media(
             what = f"{short(given)} is not a list of {name}"
             raise DataError(what, where=str(sample.place), key=f"{key}.{name}", way_out=REPAIR)
         sources = [_source(each, kind, sample, f"{key}.{name}") for each in given]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = content
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
         open_parts = [part for part in parts if part["type"] == kind and "source" not in part]
         if open_parts and len(open_parts) != len(sources):
             what = f"{len(open_parts)} <{kind}> placeholders in the turn, but {len(sources)} {name}"
@@ -231,7 +243,9 @@ def with_own_media(
         for part, source in zip(open_parts, sources, strict=False):
             part.pop("text", None)
             part["source"] = source
-        content = parts if open_parts else [*({"type": kind, "source": source} for source in sources), *parts]
+        content = parts
+        if not open_parts:
+            content = [*({"type": kind, "source": source} for source in sources), *parts]
     return content
 
 
@@ -275,6 +289,7 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
             )
         taken[kind] = iter(sources)
     for part in media:
+        # Parts with a source of their own take nothing from the column.
         source = part.pop("source") if "source" in part else next(taken[part["type"]])
         sample.media.append(MediaItem(part["type"], source))
 
@@ -296,7 +311,7 @@ def take_clip(sample: Sample, row: Row) -> None:
     if isinstance(source, Mapping):
         source = {name: value for name, value in source.items() if name != "options"}
     else:
-        source = {"bytes" if isinstance(source, bytes) else "path": source}
+        source = _as_object(source)
     asked = {**source, "start": clip[0], "end": clip[1]}
     found = _source(asked, "video", sample, CLIP, options_of(item.source))
     sample.media[videos[0]] = item._replace(source=found)
@@ -322,7 +337,10 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
     value = row[name]
     where = str(sample.place)
     sources = []
-    for number, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+    items = [value]
+    if isinstance(value, list | tuple):
+        items = list(value)
+    for number, item in enumerate(items):
         if _is_blank(item) and not isinstance(item, list | tuple):
             continue  # tables fill up lists of several lengths
         if not _may_be_source(item, kind):
@@ -338,7 +356,9 @@ def _is_blank(value: object) -> bool:
     """Whether a column holds no media: null, "", or a list of nothing else."""
     if value is None or isinstance(value, str):
         return not value
-    cells = value if isinstance(value, list | tuple) else (value,)
+    cells = (value,)
+    if isinstance(value, list | tuple):
+        cells = tuple(value)
     return all(cell is None or (isinstance(cell, str) and not cell) for cell in cells)
 
 
@@ -355,6 +375,7 @@ def split_text(content: str) -> str | list[JsonObject]:
 
 
 def _pieces(content: str) -> Iterator[JsonObject]:
+    # The expression has one group, so every second piece is a kind of medium.
     for number, piece in enumerate(_PLACEHOLDER.split(content)):
         if number % 2:
             yield {"type": piece, "text": f"<{piece}>"}
@@ -391,7 +412,9 @@ def settle_placeholders(
         written = of_kind.get(kind)
         if not written:
             continue
-        in_answers = [] if draws else _written_in_answers(sample, kind)
+        in_answers = []
+        if not draws:
+            in_answers = _written_in_answers(sample, kind)
         if not count and not _brings_own(sample, kind):
             if not is_lost(kind):
                 _to_text(written)
@@ -460,7 +483,9 @@ def _put_first(sample: Sample, counts: Mapping[MediaKind, int]) -> None:
     if first is None:
         return
     content = first["content"]
-    said = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    said = content
+    if isinstance(content, str):
+        said = [{"type": "text", "text": content}]
     marks = [{"type": kind} for kind in MEDIA_KINDS for _ in range(counts[kind])]
     first["content"] = [*marks, *(part for part in said if part["text"])]
     sample.notes.append(MEDIA_FIRST)

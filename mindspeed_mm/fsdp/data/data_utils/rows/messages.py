@@ -121,9 +121,12 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     if role == CALL:
         read = {"role": "assistant", **_spelled_call(content, where, f"{key}.{content_tag}")}
     else:
-        lifted = _lifted(content, where, f"{key}.{content_tag}") if role == "assistant" else {}
-        content = lifted.pop("content", content)
-        calls = _tool_calls(message, where, key) if role == "assistant" else None
+        lifted: JsonObject = {}
+        calls = None
+        if role == "assistant":
+            lifted = _lifted(content, where, f"{key}.{content_tag}")
+            content = lifted.pop("content", content)
+            calls = _tool_calls(message, where, key)
         may_be_absent = calls is not None or bool(lifted)
         read["content"] = with_own_media(
             _content(content, may_be_absent, sample, f"{key}.{content_tag}"), message, sample, key
@@ -212,7 +215,9 @@ def _lifted(content: object, where: str, key: str) -> JsonObject:
         return {}
     thoughts, calls, rest = list[str](), list[JsonObject](), list[Any]()
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = None
+        if isinstance(part, dict):
+            kind = part.get("type")
         at = f"{key}[{number}]"
         if kind in _THOUGHTS:
             thoughts.append(text_of_part({"text": part.get(str(kind)), **part}, where, at))
@@ -220,7 +225,9 @@ def _lifted(content: object, where: str, key: str) -> JsonObject:
             calls += _spelled_call(part.get("value", part.get("tool_call")), where, at)["tool_calls"]
         else:
             rest.append(part)
-    lifted: JsonObject = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    lifted: JsonObject = {}
+    if thoughts:
+        lifted["reasoning_content"] = "".join(thoughts)
     if calls:
         lifted["tool_calls"] = calls
     if lifted:
@@ -242,8 +249,10 @@ def _spelled_call(content: object, where: str, key: str) -> JsonObject:
     if not isinstance(content, str):
         raise not_text(content, where, key)
     reasoning, said, calls = read_call_text(content, where, key)
-    thought = {"reasoning_content": reasoning} if reasoning else {}
-    return {"content": split_text(said), "tool_calls": calls, **thought}
+    read: JsonObject = {"content": split_text(said), "tool_calls": calls}
+    if reasoning:
+        read["reasoning_content"] = reasoning
+    return read
 
 
 def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
@@ -305,6 +314,7 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, convert: C
             )
         for i, weight in enumerate(sample.weights[:differ]):
             if weight is not None:
+                # What both share cancels out of the preference loss: only the ends are compared.
                 sample.weights[i] = 0.0
     return chosen, rejected
 
@@ -322,7 +332,8 @@ def _whole_texts(row: Row, row_format: RowFormat, place: RowLocation) -> tuple[S
         add_messages(sample, turns, row_format, column)
         if not sample.messages[-1]["content"]:
             raise DataError("the answer is empty", where=str(place), key=column, way_out=REPAIR)
-        sample.notes += [note] if note else []
+        if note:
+            sample.notes.append(note)
     return chosen, rejected
 
 
@@ -336,7 +347,9 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: C
     if answer is None or answer in ("", []) or not isinstance(answer, str | dict | list):
         raise wrong_field(column, answer, row, place, "an answer: a text, a message or a list of messages")
     end = Sample(place)
-    add_messages(end, answer if isinstance(answer, list) else [_as_message(answer)], row_format, column)
+    if not isinstance(answer, list):
+        answer = [_as_message(answer)]
+    add_messages(end, answer, row_format, column)
     last = end.messages[-1]
     if not last["content"] and not last.get("tool_calls"):
         raise DataError("the answer is empty", where=str(place), key=column, way_out=REPAIR)
@@ -381,6 +394,8 @@ def _context(row: Row, row_format: RowFormat, place: RowLocation, convert: Conve
         return sample
     # The row's own answer is the better one: what it answers ends with the user's last turn.
     roles = [message["role"] for message in sample.messages]
-    end = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    end = 0
+    if "user" in roles:
+        end = len(roles) - roles[::-1].index("user")
     del sample.messages[end:], sample.weights[end:]
     return sample

@@ -161,6 +161,7 @@ class CsvReader:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.name
+        # The module's own limit, 128 KiB, is for the whole process; texts of rows are longer.
         csv.field_size_limit(MAX_ROW_BYTES)
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
@@ -244,6 +245,7 @@ class ParquetReader:
 
     def read(self, index: int) -> JsonObject:
         """Row `index`, as Python objects."""
+        # `datasets` searches for the record batch; Arrow's own slice goes through all of them.
         row = self._table.fast_slice(index, 1)
         check_row_bytes(row.nbytes, self.place(index))
         return row.to_pylist()[0]

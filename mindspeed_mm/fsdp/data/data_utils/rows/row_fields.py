@@ -27,7 +27,9 @@ def first_column(row: Row, configured: str | None, usual: tuple[str, ...]) -> st
     """
     names = usual
     if configured is not None:
-        names = (configured, *usual) if configured in usual else (configured,)
+        names = (configured,)
+        if configured in usual:
+            names = (configured, *usual)
     return first_given(row, filter(None, names))
 
 
@@ -45,8 +47,8 @@ def text_of(row: Row, column: str | None, place: RowLocation) -> str:
     Raises:
         DataError: It is something else than text.
     """
-    value = row.get(column) if column else None
-    if value is None:
+    value = row.get(column or "")
+    if not column or value is None:
         return ""
     if not isinstance(value, str):
         raise wrong_field(column or "", value, row, place, "text")
@@ -84,7 +86,9 @@ def not_text(value: object, where: str, key: str) -> DataError:
     choice (MMLU, ScienceQA), and 3.0 the count 3 that a table with gaps holds as a float."""
     way_out = REPAIR
     if value is not None and not isinstance(value, list | tuple | dict | bytes):
-        word = str(value).lower() if isinstance(value, bool) else str(value)
+        word = str(value)
+        if isinstance(value, bool):
+            word = word.lower()
         way_out = f"Write the words that are meant as text, such as {short(word)}."
     return DataError(f"{short(value)} is not text", where=where, key=key, way_out=way_out)
 
@@ -123,6 +127,7 @@ def is_metadata(name: str) -> bool:
 
 def unread_fields(holder: Mapping[Any, Any], known: Collection[str]) -> Iterator[str]:
     """Names of fields that hold something, that nothing reads, and that are not known to be harmless."""
+    # None and empty values say nothing: parquet gives every row all columns of all rows.
     for name, value in holder.items():
         if name in known or value is None or (isinstance(value, str | list | tuple | dict) and not len(value)):
             continue
@@ -157,7 +162,9 @@ def unread_told(counts: Mapping[str, int], where: str) -> str:
     """
     ordered = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     shown = ", ".join(f"{name} ({rows:,})" for name, rows in ordered[:_MOST_SHOWN])
-    more = f" and {len(ordered) - _MOST_SHOWN} more" if len(ordered) > _MOST_SHOWN else ""
+    more = ""
+    if len(ordered) > _MOST_SHOWN:
+        more = f" and {len(ordered) - _MOST_SHOWN} more"
     return f"not read in {where}: {shown}{more}; mm data check names the rows"
 
 
@@ -199,4 +206,7 @@ def note_paths(sample: Sample) -> None:
                 if found["box"] and sample.objects is None:
                     sample.note_unread(Unread("text", found["box"]))
                 elif not found["box"]:
-                    sample.note_unread(Unread("text", f"<{tag}>…</{tag}>" if tag else "![…](…)"))
+                    written = "![…](…)"
+                    if tag:
+                        written = f"<{tag}>…</{tag}>"
+                    sample.note_unread(Unread("text", written))

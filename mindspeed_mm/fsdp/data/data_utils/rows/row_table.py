@@ -81,12 +81,14 @@ class RowTable:
         for source in sources:
             readers = [open_reader(file, cache_dir, names[file]) for file in source.files]
             _check_columns(readers, source.row_format)
-            share = None if source.share is None else max(1, int(sum(map(len, readers)) * source.share))
-            limits = [limit for limit in (most, source.most, share) if limit is not None]
+            limits = [limit for limit in (most, source.most) if limit is not None]
+            if source.share is not None:
+                limits.append(max(1, int(sum(map(len, readers)) * source.share)))
             first, counted = len(self), max(self._numbers, default=-1) + 1
             for _ in range(source.repeats):
                 start = len(self)
                 self._append(source, readers, min(limits, default=None))
+                # The same numbers each time around: the split for validation holds out rows, not repeats.
                 self._numbers += range(counted, counted + len(self) - start)
             self.parts.append(Part(source.name, first, len(self)))
 
@@ -156,17 +158,21 @@ class RowTable:
 
     def facts(self) -> list[JsonObject]:
         """Name, size, rows and content of each file, and the share that is taken, for the fingerprint."""
-        shares = [{} if share is None else {"share": share} for share in self._shares]
-        return [
-            file_facts(reader, self._cache_dir) | share for reader, share in zip(self._readers, shares, strict=True)
-        ]
+        facts = []
+        for reader, share in zip(self._readers, self._shares, strict=True):
+            found = file_facts(reader, self._cache_dir)
+            if share is not None:
+                found = found | {"share": share}
+            facts.append(found)
+        return facts
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         which = bisect_right(self._ends, index)
-        start = self._ends[which - 1] if which else 0
-        return which, index - start
+        if not which:
+            return 0, index
+        return which, index - self._ends[which - 1]
 
 
 def open_rows(basic: BasicParameters, attr: Section) -> RowTable:
@@ -332,6 +338,7 @@ class StreamTable:
             room = self._room(which)
             if (room is None or number < room) and file.stream.has(number):
                 return file, number
+            # Only now is the file's end known, and with it where the next one starts.
             if which + 1 == len(self._starts):
                 self._starts.append(self._starts[which] + self._rows_of(file.stream, number, room))
             which += 1
@@ -347,7 +354,10 @@ class StreamTable:
 
     def _rows_of(self, stream: RowStream, missing: int, room: int | None) -> int:
         """Rows of a file that has fewer than `missing + 1`, or room for no more."""
-        most = missing if room is None else min(missing, room)
+        most = missing
+        if room is not None:
+            most = min(missing, room)
+        # `not has` is False for the rows that are there and True behind them: sorted, as bisect wants it.
         return bisect_left(range(most), True, key=lambda number: not stream.has(number))
 
 

@@ -95,13 +95,18 @@ def find_sources(
 
 def rows_folder(dataset_dir: str | Path | None) -> Path:
     """Where files of rows are looked for besides the working directory."""
-    return Path("data" if dataset_dir is None else dataset_dir)
+    if dataset_dir is None:
+        return Path("data")
+    return Path(dataset_dir)
 
 
 def _entries(dataset: Named) -> list[str | DataEntry]:
     """One for each source; commas part entries unless a file is called so."""
     if isinstance(dataset, str):
-        dataset = [dataset] if Path(dataset).exists() else dataset.split(",")
+        named = [dataset]
+        if not Path(dataset).exists():
+            named = dataset.split(",")
+        dataset = named
     entries: list[str | DataEntry] = []
     for entry in dataset or ():
         if isinstance(entry, str):
@@ -126,7 +131,9 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
     if not isinstance(entry, str):
         _check_keys(entry, of_media=search.is_whole is not None)
         found = _find(entry.path, search)
-        attr = None if entry.attr is None else RowFormat.from_attr(entry.attr)
+        attr = None
+        if entry.attr is not None:
+            attr = RowFormat.from_attr(entry.attr)
         return [_as_asked(each, entry, attr, is_alone=len(found) == 1) for each in found]
     dataset_dir, info = search.dataset_dir, search.info
     if entry in info:
@@ -147,7 +154,9 @@ def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
 def _of_path(entry: str, path: Path, search: _Search) -> list[RowSource]:
     if path.is_dir() and search.is_whole is not None and search.is_whole(path):
         return [RowSource(entry, (path,), search.row_format)]
-    listed = listed_sets(path) if path.is_file() and search.is_whole is None else None
+    listed = None
+    if path.is_file() and search.is_whole is None:
+        listed = listed_sets(path)
     if listed is None:
         return [RowSource(entry, _files(path), search.row_format)]
     return [
@@ -160,7 +169,9 @@ def _as_asked(source: RowSource, entry: DataEntry, attr: RowFormat | None, *, is
     """A source with what a section of `dataset` says of it."""
     name = source.name
     if entry.name:
-        name = entry.name if is_alone else f"{entry.name}/{source.name}"
+        name = entry.name
+        if not is_alone:  # a list of data sets: each keeps a name of its own
+            name = f"{entry.name}/{source.name}"
     return replace(
         source,
         name=name,
@@ -190,9 +201,12 @@ _OF_MEDIA, _OF_CONVERSATIONS = ("sizes", "companions", "caption"), ("share", "me
 
 def _check_keys(entry: DataEntry, *, of_media: bool) -> None:
     """Raise `ConfigError` where an entry has a key that acts on data sets of the other kind alone."""
-    for name in _OF_CONVERSATIONS if of_media else _OF_MEDIA:
+    others: tuple[str, ...] = _OF_MEDIA
+    kind = "generators (dataset_type: generation)"
+    if of_media:
+        others, kind = _OF_CONVERSATIONS, "language models"
+    for name in others:
         if entry[name] is not None:
-            kind = "language models" if of_media else "generators (dataset_type: generation)"
             raise ConfigError(
                 f"is for data of {kind}",
                 key=f"{_KEY}.{entry.name or entry.path}.{name}",
@@ -247,7 +261,9 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
         DataError: There is none, or there are several splits and none is chosen.
     """
     if path.is_file():
-        return _listed_files(path) if path.suffix == _LIST_SUFFIX else (path,)
+        if path.suffix == _LIST_SUFFIX:
+            return _listed_files(path)
+        return (path,)
     files = tuple(sorted(_row_files(path)))
     if not files:
         raise DataError(f"the folder holds no {', '.join(SUFFIXES)} file", where=str(path), key=_KEY)
@@ -353,10 +369,14 @@ def listed_sets(path: Path) -> list[ListedSet] | None:
     if not (is_yaml or path.suffix == ".json") or path.stat().st_size > _MOST_BYTES:
         return None
     content = path.read_bytes()
+    # A search of bytes first: files of rows are not parsed twice.
     if not _NAMED.search(content):
         return None
-    entries = _listed_entries(_parsed_yaml(path) if is_yaml else _parsed(content))
-    return None if entries is None else [_listed(name, entry, path) for name, entry in entries.items()]
+    parsed = _parsed_yaml(path) if is_yaml else _parsed(content)
+    entries = _listed_entries(parsed)
+    if entries is None:
+        return None
+    return [_listed(name, entry, path) for name, entry in entries.items()]
 
 
 def _parsed(content: bytes) -> Any:
@@ -381,12 +401,15 @@ def _listed_entries(content: object) -> dict[str, JsonMapping] | None:
         content = {_name_of(entry, number): entry for number, entry in enumerate(content)}
     if not isinstance(content, Mapping) or not content:
         return None
-    are_sets = all(isinstance(entry, Mapping) and _given(entry, _FILE_KEYS) for entry in content.values())
-    return {str(name): entry for name, entry in content.items()} if are_sets else None
+    if not all(isinstance(entry, Mapping) and _given(entry, _FILE_KEYS) for entry in content.values()):
+        return None
+    return {str(name): entry for name, entry in content.items()}
 
 
 def _name_of(entry: object, number: int) -> str:
-    name = entry.get("name") if isinstance(entry, Mapping) else None
+    name = None
+    if isinstance(entry, Mapping):
+        name = entry.get("name")
     return str(name or number)
 
 
@@ -408,7 +431,9 @@ def _listed(name: str, entry: JsonMapping, listed_in: Path) -> ListedSet:
         raise ConfigError("pictures are not augmented", where=where, key="data_augment", way_out="Set it to false.")
     file, root = entry[_given(entry, _FILE_KEYS) or ""], _given(entry, _ROOT_KEYS)
     path = _located(Path(file), listed_in, where)
-    media = None if root is None else _located(Path(entry[root]), listed_in, where)
+    media = None
+    if root is not None:
+        media = _located(Path(entry[root]), listed_in, where)
     return ListedSet(name, path, media, *_taken_of(entry, where))
 
 
@@ -435,7 +460,9 @@ def _taken_of(entry: Mapping[str, object], where: str) -> tuple[int | None, floa
             key="sampling_strategy",
             way_out="Write all or first:NUMBER; mix.weights of the run's YAML sets shares.",
         )
-    most = int(first[1]) if first else None
+    most = None
+    if first:
+        most = int(first[1])
     if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0 or (times > 1 and times % 1):
         raise ConfigError(
             f"{times!r} is neither a share of the rows nor a whole number of times",

@@ -27,6 +27,7 @@ def turns_of_transcript(text: str) -> list[JsonObject] | None:
     before, *rest = _MARK.split(text)
     if not rest or before.strip():
         return None
+    # The expression has one group: speaker and words take turns.
     speakers, contents = rest[::2], rest[1::2]
     return [
         {"role": _ROLES[speaker], "content": content.strip()}
@@ -38,6 +39,7 @@ def split_pair(chosen: str, rejected: str) -> tuple[str, str, str]:
     """What two texts begin with, and how each goes on, without blanks around them."""
     differ = (place for place, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     end = next(differ, min(len(chosen), len(rejected)))
+    # Back to the beginning of the word: half a word has other tokens than the whole one.
     if _is_in_word(chosen, end) or _is_in_word(rejected, end):
         while end and _is_of_word(chosen[end - 1]):
             end -= 1
@@ -83,9 +85,11 @@ def turns_of_texts(
     others = [name for name in unread_fields(row, {*columns, *read}) if isinstance(row[name], str | list)]
     prompt, end, other_end = split_pair(chosen, rejected)
     if others or not prompt:
-        has = f"the row has {sorted(row)}"
+        what = "chosen and rejected begin differently"
+        if others:
+            what = "nothing comes before the answers"
         raise refused(
-            f"nothing comes before the answers; {has}" if others else f"chosen and rejected begin differently; {has}",
+            f"{what}; the row has {sorted(row)}",
             "Name the column of the prompt in data.dataset_param.attr.prompt, or of the messages in attr.messages.",
         )
     if not end or not other_end:

@@ -85,8 +85,8 @@ def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
             key=says[0],
             way_out="Leave the row out of the file.",
         )
-    bad = [] if ranking else [name for name in _LABELS if row.get(name) is False]
-    if bad:
+    bad = [name for name in _LABELS if row.get(name) is False]
+    if bad and not ranking:
         raise DataError(
             f"'{bad[0]}' false marks the answer as a bad one (KTO), and it would be taught as a good one",
             where=str(place),
@@ -107,6 +107,7 @@ def _flag(message: Row, name: str, where: str, key: str) -> bool | None:
     value = message.get(name)
     if value is None:
         return None
+    # 1.0 and 0.0 too: a column with gaps holds whole numbers as floats.
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     what = f"{name} {short(value)} is neither true nor false"
@@ -147,15 +148,20 @@ def read_tools(row: Row, column: str | None, place: RowLocation) -> list[JsonObj
         return None
     value = row[name]
     if isinstance(value, str):
-        value = parsed_json(value, str(place), name) if value.strip() else None
+        if not value.strip():
+            return None
+        value = parsed_json(value, str(place), name)
     if value in (None, [], {}):
         return None
-    items = value if isinstance(value, list) else [value]
-    return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(items)]
+    if not isinstance(value, list):
+        value = [value]
+    return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(value)]
 
 
 def _description(item: object, place: RowLocation, key: str) -> JsonObject:
-    described = parsed_json(item, str(place), key) if isinstance(item, str) else item
+    described = item
+    if isinstance(item, str):
+        described = parsed_json(item, str(place), key)
     if isinstance(described, dict):
         described = without_nulls(described)
         if "function" not in described:
@@ -187,12 +193,16 @@ def read_calls(calls: object, where: str, key: str) -> list[JsonObject]:
     Raises:
         DataError: A call has no name, or its arguments are not an object.
     """
-    items = calls if isinstance(calls, list) else [calls]
+    items = [calls]
+    if isinstance(calls, list):
+        items = calls
     return [_tool_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
 
 
 def _tool_call(item: object, where: str, key: str) -> JsonObject:
-    function = item.get("function", item) if isinstance(item, Mapping) else None
+    function = None
+    if isinstance(item, Mapping):
+        function = item.get("function", item)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{short(item)} is not a tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
     arguments = _arguments(function, where, f"{key}.arguments")

@@ -105,7 +105,9 @@ class BagelDataset(MMDataset):
         self.draw_seed, self._notes = 0, NotesReported()
         features_dir = basic_param.get("features_dir")
         self.is_raw = features_dir is None
-        self._features = None if features_dir is None else PictureFeatures(Path(features_dir), self.folder)
+        self._features = None
+        if features_dir is not None:
+            self._features = PictureFeatures(Path(features_dir), self.folder)
         self.read_settings(basic_param, preprocess_param)
 
     def read_settings(self, basic_param: BasicParameters, preprocess_param: PreprocessParameters) -> None:
@@ -161,10 +163,14 @@ class BagelDataset(MMDataset):
                 continue
             with told_as(partial(at_row, self.place(index))):
                 header: Any = self.media.probe("image", part.content)
-            rule = self._seen_size if part.kind == "seen" else self._latent_size
-            own = _tokens(rule(header.height, header.width, pictures if part.kind == "seen" else 1), rule.stride)
-            tokens += own + 2
-            patches += own if part.kind == "seen" else 0
+            if part.kind == "seen":
+                rule = self._seen_size
+                own = _tokens(rule(header.height, header.width, pictures), rule.stride)
+                patches += own
+            else:
+                rule = self._latent_size
+                own = _tokens(rule(header.height, header.width), rule.stride)
+            tokens += own + 2  # and the marks around it
         self.check_length(tokens, self.place(index))
         return SampleSize(tokens, patches)
 
@@ -183,8 +189,12 @@ class BagelDataset(MMDataset):
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Rows padded to the right, or one packed row, in which samples do not see each other."""
-        does_pack = self.basic_parameters.packs if packs is None else packs
-        return GenericCollator(self.processor, TextOnlyPlugin(), collate_param, _Positions() if does_pack else None)
+        if packs is None:
+            packs = self.basic_parameters.packs
+        positions = None
+        if packs:
+            positions = _Positions()
+        return GenericCollator(self.processor, TextOnlyPlugin(), collate_param, positions)
 
     def fingerprint(self) -> JsonObject:
         """What a resumed run compares: files, and what shapes samples."""
@@ -213,7 +223,9 @@ class BagelDataset(MMDataset):
         folder = self._rows.media_root(index)
         if folder is None and self.basic_parameters.dataset_dir is None:
             folder = self._rows.folder(index)
-        return sample if folder is None else with_media_beside(sample, str(folder.absolute()))
+        if folder is None:
+            return sample
+        return with_media_beside(sample, str(folder.absolute()))
 
     def _add(self, row: TokenRow, part: RowPart, pictures: int, *, leaves_out: bool) -> None:
         if part.kind == "text":
@@ -334,7 +346,9 @@ def _size(preprocess: PreprocessParameters, name: str, most: int | None) -> int:
     """A given size; else the published one, as far as it fits."""
     value = preprocess.get(name)
     if value is None:
-        return _SIZES[name] if most is None else min(_SIZES[name], most)
+        if most is None:
+            return _SIZES[name]
+        return min(_SIZES[name], most)
     key = f"{_PREPROCESS}.{name}"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{value!r} is not a size in pixels", key=key, way_out="Give a whole number above 0.")
@@ -346,7 +360,8 @@ def _size(preprocess: PreprocessParameters, name: str, most: int | None) -> int:
 def share_of(basic: BasicParameters, name: str, default: float) -> float:
     """A share from 0 to 1. Raises `ConfigError` for anything else."""
     value = basic.get(name)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(f"{value!r} is not a share", key=f"{_BASIC}.{name}", way_out="Give a number from 0 to 1.")
     return float(value)
@@ -391,10 +406,13 @@ def _caption(row: Mapping[str, object], place: RowLocation, chance: random.Rando
     """A caption of a picture: `captions` is an object of texts, as text or as it is."""
     captions = row["captions"]
     try:
-        captions = parse_json(captions) if isinstance(captions, str) else captions
+        if isinstance(captions, str):
+            captions = parse_json(captions)
     except ValueError as error:
         raise DataError(f"is not JSON: {error}", where=str(place), key="captions") from error
-    texts = list(captions.values()) if isinstance(captions, Mapping) else captions
+    texts = captions
+    if isinstance(captions, Mapping):
+        texts = list(captions.values())
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{captions!r:.80} are not texts by name", where=str(place), key="captions")
     if texts:
@@ -440,7 +458,9 @@ def _list_of(value: object) -> list[Any]:
 
 def _texts(value: object) -> list[str]:
     """The ways to say one instruction, which may be one text; none where something else is among them."""
-    texts = [value] if isinstance(value, str) else _list_of(value)
+    texts = _list_of(value)
+    if isinstance(value, str):
+        texts = [value]
     if all(isinstance(text, str) and text.strip() for text in texts):
         return texts
     return []

@@ -67,6 +67,7 @@ class SizeRule:
         size = self._scaled(height, width, scale)
         most = self.most_pixels / pictures
         if size[0] * size[1] > most:
+            # By the area's ratio and not its root: as published, so that sizes are those of training there.
             size = self._scaled(*size, most / (size[0] * size[1]))
         if max(size) > self.longest:
             size = self._scaled(*size, self.longest / max(size))
@@ -91,13 +92,21 @@ def parts_of_sample(sample: Sample) -> list[RowPart]:
     media = iter(sample.media)
     for message, weight in zip(sample.messages, sample.weights, strict=True):
         is_answer = message["role"] == "assistant"
-        counts = 1.0 if weight is None else float(weight)
+        counts = 1.0
+        if weight is not None:
+            counts = float(weight)
+        if not is_answer:
+            counts = 0.0
         content = message["content"]
-        for piece in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for piece in content:
             if piece["type"] == "text":
-                text = piece["text"] if is_answer else piece["text"].strip()
+                text = piece["text"]
+                if not is_answer:
+                    text = text.strip()
                 if text.strip():
-                    found.append(RowPart("text", text, counts if is_answer else 0.0))
+                    found.append(RowPart("text", text, counts))
                 continue
             item = next(media)
             if item.kind != "image":
@@ -108,7 +117,10 @@ def parts_of_sample(sample: Sample) -> list[RowPart]:
                     key="weight",
                     way_out=REPAIR,
                 )
-            found.append(RowPart("drawn" if is_answer and counts else "seen", item.source))
+            kind: PartKind = "seen"
+            if counts:
+                kind = "drawn"
+            found.append(RowPart(kind, item.source))
     return with_context(found)
 
 
@@ -169,6 +181,7 @@ class TokenRow:
     def add_seen(self, pixels: torch.Tensor, side: int) -> None:
         """A picture (3, H, W) uint8 that is seen in patches of `side` pixels."""
         rows, columns = pixels.shape[1] // side, pixels.shape[2] // side
+        # Pixels from -1 to 1, as the tower takes them.
         self.patches.append(patchified(pixels.float() / 127.5 - 1, side))
         self.grids.append((1, rows, columns))
         self._add_picture(rows * columns, SEEN, is_noised=False)
@@ -210,6 +223,7 @@ class TokenRow:
             if contents:
                 found[name] = torch.cat(contents)
         if self.sizes:
+            # 63 bits: a tensor of int64 holds no larger seed.
             seeds = [derive_seed(self.seed, number) >> 1 for number in range(len(self.sizes))]
             found |= {
                 "picture_sizes": torch.tensor(self.sizes),
@@ -221,9 +235,13 @@ class TokenRow:
     def _add_picture(self, tokens: int, kind: int, *, is_noised: bool) -> None:
         number = len(self.grids) + len(self.sizes)
         ids = [self.marks.picture_start, *[self.marks.picture_end] * (tokens + 1)]  # those inside are never read
-        self._add(ids, [0.0] * len(ids), -number if is_noised else number, [0, *[kind] * tokens, 0])
+        part = number
+        if is_noised:  # negative: no later part sees it
+            part = -number
+        self._add(ids, [0.0] * len(ids), part, [0, *[kind] * tokens, 0])
         self.positions += [self.position] * len(ids)
-        self.position += 0 if is_noised else 1
+        # The same picture without noise may follow at this very position.
+        self.position += not is_noised
 
     def _add(self, ids: Sequence[int], counts: Sequence[float], part: int, kinds: Sequence[int]) -> None:
         self.ids += ids
@@ -235,5 +253,6 @@ class TokenRow:
 def resized(picture: Image.Image, size: tuple[int, int]) -> torch.Tensor:
     """(3, H, W) uint8 of an RGB picture."""
     height, width = size
-    shown = picture if picture.size == (width, height) else picture.resize((width, height), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(shown, dtype=np.uint8)).permute(2, 0, 1).contiguous()
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1).contiguous()

@@ -74,8 +74,10 @@ class CosyVoiceDataset(SpokenRows):
             prompt = self.ids_of(self.text_of(row, "instruct", place))
         drawn = random.Random(derive_seed("mixed", self._seed, epoch, index)).random()
         mixes = drawn < self._share and self._speech.can_mix(text, speech)
-        layout = self._speech.mixed if mixes else self._speech.whole
-        tokens = layout(prompt, text, speech)
+        if mixes:
+            tokens = self._speech.mixed(prompt, text, speech)
+        else:
+            tokens = self._speech.whole(prompt, text, speech)
         ids, labels = tokens.arrays()
         self.check_length(len(ids), place)
         return {"sample_id": place, "input_ids": ids, "labels": labels, "media": [], "shrunk": False}
@@ -141,7 +143,9 @@ def _speech_rows(folder: Path, mix_ratio: object) -> SpeechRows:
 
 
 def _share(given: object) -> float:
-    share = MIXED_SHARE if given is None else given
+    share = given
+    if share is None:
+        share = MIXED_SHARE
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(f"{share!r} is not a share", key=_SHARE_KEY, way_out="Give a number from 0 to 1.")
     return float(share)

@@ -67,6 +67,7 @@ class CaptionRules:
         """A variation of comma-separated tags, a function of the caption and its number alone."""
         tags = [tag.strip() for tag in caption.split(",") if tag.strip()]
         kept, others = tags[: self.keep_tags], tags[self.keep_tags :]
+        # Not seeded by epoch or rank: extraction encodes the very list that training draws from.
         draw = random.Random(derive_seed(caption, number, "tags"))
         others = [tag for tag in others if draw.random() >= self.tag_dropout]
         if self.shuffle_tags:
@@ -79,6 +80,7 @@ class CaptionRules:
             return caption
         if _PLACE in caption:
             return caption.replace(_PLACE, word)
+        # Who wrote it into the caption has put it where it belongs.
         if word in caption:
             return caption
         if caption.strip():

@@ -138,7 +138,9 @@ class FeatureSource:
         """What the feature set knows of a sample."""
         record = self._records[index]
         drawn = drawn_caption(self.seed, 0, record.key, len(record.captions))
-        header = MediaHeader(*record.header) if record.header else None
+        header = None
+        if record.header:
+            header = MediaHeader(*record.header)
         return SampleDescription(record.path, record.captions, drawn, record.size, header, beside=record.beside)
 
     @property
@@ -276,6 +278,7 @@ def row_changes(
     now = [_row_now(row, has_digests) for row in rows]
     said_then, said_now = [row.said for row in then], [row.said for row in now]
     before, today = Counter(said_then), Counter(said_now)
+    # A difference of counters: of three equal rows then and two now, one was removed.
     removed = _surplus(then, before - today)
     added = [row for row in _surplus(now, today - before) if row.place not in unusable]
     problems = list(_changed_rows(removed, added))
@@ -307,7 +310,9 @@ def _said_of_record(record: FeatureRecord, has_digests: bool) -> _Said:
 
 
 def _row_now(row: GenerationRow, has_digests: bool) -> _Row:
-    said = row.digest if has_digests else (row.name, row.captions)
+    said: _Said = (row.name, row.captions)
+    if has_digests:
+        said = row.digest
     return _Row(str(row.place), row.name, row.captions, said)
 
 
@@ -347,7 +352,9 @@ def _changed(then: _Row, now: _Row) -> Problem:
 
 
 def _shown_caption(captions: tuple[str, ...]) -> str:
-    text = repr(captions[0] if len(captions) == 1 else list(captions))
+    text = repr(list(captions))
+    if len(captions) == 1:
+        text = repr(captions[0])
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}…"

@@ -87,8 +87,10 @@ class GenerationDataset(MMDataset):
         self.row_numbers = [row for row, _ in self._samples]
         self.sizes = [sizes[row] for row in self.row_numbers]
         is_prior = self._source.is_prior
-        self.is_prior = None if is_prior is None else [is_prior[row] for row in self.row_numbers]
-        self.parts = _parts_of(basic_param, [entries[row] for row in self.row_numbers]) if entries else []
+        if is_prior is not None:
+            self.is_prior = [is_prior[row] for row in self.row_numbers]
+        if entries:
+            self.parts = _parts_of(basic_param, [entries[row] for row in self.row_numbers])
 
     def open_store(self, folder: Path, basic: BasicParameters, adapter: DiffusionAdapter) -> FeatureStore:
         """The features in a folder."""

@@ -285,7 +285,9 @@ def open_media_folder(
 def _for_regularisation(folder: Path, path: Path) -> DataError:
     """`reg/1_dog` beside `img/10_sks dog` is how kohya_ss's GUI lays out pictures for regularisation
     (`dreambooth_folder_creation_gui`), which sd-scripts is given apart, by `--reg_data_dir`."""
-    subject = path / "img" if (path / "img").is_dir() else path
+    subject = path
+    if (path / "img").is_dir():
+        subject = path / "img"
     return DataError(
         f"{folder.relative_to(path)} holds regularisation pictures, by the names of kohya's tools, not ordinary data",
         where=str(path),
@@ -302,7 +304,9 @@ def _not_read(medium: str, where: str) -> DataError:
 def _warn_of_texts(alone: Sequence[str]) -> None:
     """Text files without a medium are perhaps notes, perhaps captions of media that are lost."""
     if alone:
-        shown = ", ".join(alone[:_NAMES_SHOWN]) + (" …" if len(alone) > _NAMES_SHOWN else "")
+        shown = ", ".join(alone[:_NAMES_SHOWN])
+        if len(alone) > _NAMES_SHOWN:
+            shown += " …"
         has = by_count(len(alone), "text file has", "text files have")
         warnings.warn(f"{len(alone)} {has} no picture or clip of the same name: {shown}", stacklevel=2)
 
@@ -323,6 +327,7 @@ def _walk(path: Path, apart: frozenset[Path] = frozenset()) -> Iterator[tuple[Pa
     for folder, folders, files in os.walk(path):
         here = Path(folder)
         is_root_of_kohya = "img" in folders and any(map(_REPEATED.fullmatch, os.listdir(here / "img")))  # noqa: PTH208
+        # In place: os.walk goes into the folders that are left in this list, in its order.
         folders[:] = [name for name in sorted(folders) if not (is_root_of_kohya and name in ("log", "model"))]
         folders[:] = [name for name in folders if _is_shown(name) and _is_data(here / name, apart)]
         for link in filter(Path.is_symlink, (here / name for name in folders)):

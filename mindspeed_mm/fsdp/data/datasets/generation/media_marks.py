@@ -60,6 +60,7 @@ class MediaMarks:
         for row, header in zip(rows, headers, strict=True):
             mark = mark_of(row, media)
             if mark is not None:
+                # Height 0 says that the file itself was not looked into: `header` passes over it.
                 entries[row.name] = (mark, MediaHeader(0, 0) if row.declares else header)
         return cls(entries)
 
@@ -131,14 +132,18 @@ class HeaderCache:
     """
 
     def __init__(self, folder: str | None, media_dir: str) -> None:
-        self._path = Path(folder) / FILE if folder else None
+        self._path = None
+        if folder:
+            self._path = Path(folder) / FILE
         self._media_dir = media_dir
         self._headers: dict[str, list[float]] = self._read()
         self._grown = False
 
     def get(self, row: GenerationRow) -> MediaHeader | None:
         """The header of a row's medium, if it is known and the file unchanged."""
-        found = self._headers.get(self._key(row)) if self._path else None
+        if self._path is None:
+            return None
+        found = self._headers.get(self._key(row))
         if found is None:
             return None
         height, width, frames, fps = found
@@ -173,8 +178,9 @@ class HeaderCache:
             found = parse_json(self._path.read_bytes())
         except ValueError:
             return {}  # it can be made again
-        entries = found.items() if isinstance(found, dict) else ()
-        return {key: value for key, value in entries if isinstance(value, list) and len(value) == 4}
+        if not isinstance(found, dict):
+            return {}
+        return {key: value for key, value in found.items() if isinstance(value, list) and len(value) == 4}
 
 
 _SAME_RATE = 0.01

@@ -87,9 +87,11 @@ def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
 
 def probe_times(row: GenerationRow, media: MediaLoader) -> VideoHeader | ImageHeader:
     """The same with the times of all frames. Raises `DataError` as `probe_media`."""
-    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
-        if is_video(row):
+    if is_video(row):
+        with media.open(row.media) as file:
             return probe_video(file, row.name)
+    # Pictures are read as a whole, so their size is limited; videos are read frame by frame.
+    with media.open(row.media, MAX_FILE_BYTES) as file:
         return probe_image(file, row.name)
 
 
@@ -120,8 +122,9 @@ def media_pixels(
     sampling = sampling or ClipSampling()
 
     def shape(image: Image.Image) -> np.ndarray:
-        bring = inside if is_whole else cover
-        return bring(image, size.height, size.width, view)
+        if is_whole:
+            return inside(image, size.height, size.width, view)
+        return cover(image, size.height, size.width, view)
 
     if is_video(row):
         with media.open(row.media) as file:
@@ -133,20 +136,27 @@ def media_pixels(
         pictures = [shape(decode_image(data, name))] * size.frames
     else:
         pictures = [shape(frame) for frame in _animation(data, size.frames, sampling, name)]
+    # (T, H, W, 3) → (3, T, H, W)
     return torch.from_numpy(np.ascontiguousarray(np.stack(pictures).transpose(3, 0, 1, 2)))
 
 
 def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> Iterator[Image.Image]:
     header = probe_image(io.BytesIO(data), name)
-    found = sampling.frames_of(header.frames, header.fps) if header.frames > 1 else 1
+    found = 1
+    if header.frames > 1:
+        found = sampling.frames_of(header.frames, header.fps)
     if found < frames and not sampling.repeats_short:
         raise too_short(name, found, frames)
-    return animation_frames(data, sampling.numbers(header, frames) if header.frames > 1 else [0] * frames, name)
+    numbers = [0] * frames
+    if header.frames > 1:
+        numbers = sampling.numbers(header, frames)
+    return animation_frames(data, numbers, name)
 
 
 def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:
     """Scale (bicubic, antialiased) so that a size is covered, and cut to it: (height, width, 3) uint8."""
     scale = max(width / image.width, height / image.height)
+    # The part of the picture that is seen, in its own pixels; `box` lets Pillow cut between pixels.
     cut_width, cut_height = width / scale, height / scale
     left, top = max(0.0, image.width - cut_width) * view.across, max(0.0, image.height - cut_height) * view.down
     box = (left, top, min(left + cut_width, image.width), min(top + cut_height, image.height))

@@ -145,7 +145,9 @@ class RawSource:
     def is_prior(self) -> list[bool] | None:
         """Whether each row preserves the prior; None: none does."""
         files = self.rows.files
-        return [files[self.rows.file_number(row)].is_prior for row in range(len(self))] if self._has_prior else None
+        if not self._has_prior:
+            return None
+        return [files[self.rows.file_number(row)].is_prior for row in range(len(self))]
 
     def repeats_of(self, index: int) -> int:
         """How often an epoch reads row `index`."""
@@ -220,7 +222,9 @@ class RawSource:
         found: dict[str, tuple[Any, ...]] = {}
         for role, each in row.media_of_roles().items():
             kind = _kind(role, each)
-            found[role] = (kind,) if kind == "audio" else (kind, *astuple(probe_media(each, self.media)))
+            found[role] = (kind,)
+            if kind != "audio":
+                found[role] = (kind, *astuple(probe_media(each, self.media)))
         return found
 
     @property
@@ -250,7 +254,9 @@ class RawSource:
             if role.frames == "sound":
                 seen[role.name] = self._heard(index, row, of_roles.get(role.name, row))
             elif role.name in of_roles:
-                of_role = size if role.frames == "all" else MediaSize(1, size.height, size.width)
+                of_role = size
+                if role.frames != "all":
+                    of_role = MediaSize(1, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
                 seen[role.name] = media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)
             elif role.is_white_by_default:
@@ -268,7 +274,9 @@ class RawSource:
         start_s, count = self._sampling.start_s(video, size.frames), size.sound * self._sound.samples_per_position
         wanted = (self._sound.sampling_rate, self._sound.channels, start_s, count, heard.name)
         # A file of its own begins with the pictures, wherever their clock begins.
-        clock_s = video.first_s if isinstance(video, VideoHeader) and heard.media == row.media else None
+        clock_s = None
+        if isinstance(video, VideoHeader) and heard.media == row.media:
+            clock_s = video.first_s
         with self.media.open(heard.media) as file:
             return torch.from_numpy(read_stretch(file, *wanted, clock_s=clock_s))
 
@@ -375,7 +383,10 @@ class RawSource:
                     else:
                         headers.append(header)
                 for found in headers:
-                    yield found.result() if isinstance(found, Future) else found
+                    if isinstance(found, Future):
+                        yield found.result()
+                    else:
+                        yield found
         cache.save()
 
     def _declared(self, row: GenerationRow) -> MediaHeader | None:
@@ -444,7 +455,9 @@ class RawSource:
         for header, size in zip(self.headers, self.sizes, strict=True):
             if header.fps > 0 and size.frames > 1:
                 rates.append((header.fps, 1 / self._sampling.step_s(header.fps)))
-        asked = () if self._settings.keeps_lengths else [size.frames for each in self._buckets for size in each.sizes]
+        asked = []
+        if not self._settings.keeps_lengths:
+            asked = [size.frames for each in self._buckets for size in each.sizes]
         notes = [stills_note([header.fps <= 0 for header in self.headers], asked), doubled_note(rates)]
         if model_fps is not None:
             is_resampled = self._sampling.model_fps is not None
@@ -499,7 +512,9 @@ class Contradiction:
 def _kind(role: str, row: GenerationRow) -> MediaKind:
     if role == SOUND.name:
         return "audio"
-    return "video" if is_video(row) else "image"
+    if is_video(row):
+        return "video"
+    return "image"
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:

@@ -123,7 +123,9 @@ class TextTable:
     def raw(self, index: int) -> bytes:
         """The line of row `index`, with its caption where that is in a file of its own."""
         line = self._lines[index][1]
-        return (line if self._captions is None else f"{line}\t{self._captions[index]}").encode()
+        if self._captions is not None:
+            line = f"{line}\t{self._captions[index]}"
+        return line.encode()
 
     def read(self, index: int) -> JsonObject:
         """Row `index` as `file` and `captions`."""
@@ -172,9 +174,12 @@ def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> I
         for file in _open(path, mode, basic, apart, given.caption):
             if left == 0:
                 return
+            repeats = given.repeats
+            if repeats is None:
+                repeats = file.repeats
             yield replace(
                 file,
-                repeats=file.repeats if given.repeats is None else given.repeats,
+                repeats=repeats,
                 is_prior=given.prior,
                 sizes=given.sizes or {},
                 entry=source.name,
@@ -193,7 +198,11 @@ def _open(
         for found, here, repeats in open_media_folder(
             path, apart, caption, has_trigger=bool(basic.get("trigger_word"))
         ):
-            reader = open_reader(found, basic.cache_dir) if isinstance(found, Path) else found
+            reader: RowReader
+            if isinstance(found, Path):
+                reader = open_reader(found, basic.cache_dir)
+            else:
+                reader = found
             yield RowFile(reader, str(here.absolute()), repeats, root=str(path.absolute().parent))
     elif path.suffix == TAR_SUFFIX:
         folder = str(path.parent.absolute())
@@ -313,7 +322,9 @@ class CompanionFolder:
             for first in range(len(parts)):
                 if (found := self._files.get("/".join(parts[first:]))) is not None:
                     return f"{self.path}/{found}"
-        name = PurePath(medium).stem if isinstance(medium, str) else "a medium without a name"
+        name = "a medium without a name"
+        if isinstance(medium, str):
+            name = PurePath(medium).stem
         raise DataError(
             f"there is no '{name}' in '{self.path.name}'",
             where=str(place),

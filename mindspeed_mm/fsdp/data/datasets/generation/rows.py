@@ -86,7 +86,11 @@ class GenerationRow:
     @property
     def name(self) -> str:
         """What to call the medium in messages and in the index of features."""
-        return self.told or (self.media if isinstance(self.media, str) else f"bytes of {self.place}")
+        if self.told:
+            return self.told
+        if isinstance(self.media, str):
+            return self.media
+        return f"bytes of {self.place}"
 
     def media_of_roles(self) -> dict[str, GenerationRow]:
         """Role → the row as if its medium were the one of the role."""
@@ -227,7 +231,9 @@ class GenerationRows(Sequence[GenerationRow]):
         file, at = self._locate(number)
         given = (file.reader.read(at), file.reader.place(at), self._columns, file.folder)
         row = parse_row(*given, self._roles, file.companions, file.caption)
-        rules = replace(self._rules, trigger_word=None) if file.is_prior else self._rules  # they are of the class
+        rules = self._rules
+        if file.is_prior:  # pictures of the class: the trigger word is the subject's
+            rules = replace(rules, trigger_word=None)
         return replace(
             row,
             captions=rules(row.captions),
@@ -256,6 +262,7 @@ class GenerationRows(Sequence[GenerationRow]):
             self._unread.update(media_columns(row.extras))
             if not all(map(str.strip, row.captions)):
                 self.empty_captions.append(str(row.place))
+            # Hashes instead of the rows themselves: 8 bytes each; a rare clash only counts one row too many.
             told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
             self.duplicates += told in seen
             seen.add(told)
@@ -321,7 +328,11 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     root, key = Path(basic.dataset_dir or ""), "dataset_dir"
     folder = basic.get("data_folder")
     if folder is not None:
-        root, key = Path(folder) if Path(folder).is_dir() else root / folder, "data_folder"
+        key = "data_folder"
+        if Path(folder).is_dir():
+            root = Path(folder)
+        else:
+            root = root / folder
     own: list[str] = []
     companions: list[str] = []
     for file in files:
@@ -344,7 +355,9 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
             key=f"{_BASIC}.{key}",
             way_out="Name the folder that the rows' paths start at.",
         )
-    named = () if basic.dataset_dir is None else (basic.dataset_dir,)
+    named: list[str] = []
+    if basic.dataset_dir is not None:
+        named.append(basic.dataset_dir)
     return MediaLoader(root, (*named, *basic.media_roots, *dict.fromkeys(own), *dict.fromkeys(companions)))
 
 
@@ -519,7 +532,9 @@ def _taken_field(
     for name in tried:
         if name in row:
             return name, row.pop(name)
-    looked_for = ", ".join(tried) if named is None else f"'{named}'"
+    looked_for = ", ".join(tried)
+    if named is not None:
+        looked_for = f"'{named}'"
     key = {"medium": "media_column", "caption": "caption_column"}[what]
     raise DataError(
         f"the row has no {what}: none of {looked_for} among {', '.join(row) or 'no columns'}",
@@ -530,7 +545,9 @@ def _taken_field(
 
 def _tried(named: str | None, usual: Sequence[str]) -> Sequence[str]:
     """Columns that are looked for, in this order."""
-    return usual if named is None else (named,)
+    if named is None:
+        return usual
+    return (named,)
 
 
 def _medium(found: tuple[str, object], folder: str, place: RowLocation) -> str | bytes:
@@ -556,7 +573,9 @@ def _medium(found: tuple[str, object], folder: str, place: RowLocation) -> str |
 
 def _whole_number(value: object, name: str, place: RowLocation) -> int | None:
     number = _number(value, name, place, "whole number")
-    return None if number is None else int(number)
+    if number is None:
+        return None
+    return int(number)
 
 
 def _number(

@@ -239,7 +239,11 @@ class Buckets:
                 return self.sizes
             step = self._geometry.frame_step
             longest = min(self._frames(header), LONGEST_CLIP)
-            frames = max(longest // step * step, 1) if self._geometry.frame_group else (longest - 1) // step * step + 1
+            # As the VAE takes clips: whole groups of frames, or one frame and whole groups behind it.
+            if self._geometry.frame_group:
+                frames = max(longest // step * step, 1)
+            else:
+                frames = (longest - 1) // step * step + 1
         return [MediaSize(frames, size.height, size.width) for size in self.sizes]
 
     def _frames(self, header: MediaHeader) -> int:
@@ -249,6 +253,7 @@ class Buckets:
 
     @staticmethod
     def _distance(size: MediaSize, header: MediaHeader) -> tuple[float, float, int]:
+        # Logarithms: twice as wide is as far off as half as wide.
         aspect = math.log(size.height / size.width) - math.log(header.height / header.width)
         area = math.log(size.height * size.width) - math.log(header.height * header.width)
         return round(abs(aspect), 6), round(abs(area), 6), -size.frames
@@ -297,7 +302,9 @@ def _key_of_sizes(settings: SizeSettings) -> str:
     """The key that names the sizes."""
     if settings.buckets is not None:
         return "buckets"
-    return "height" if settings.max_pixels is None else "max_pixels"
+    if settings.max_pixels is None:
+        return "height"
+    return "max_pixels"
 
 
 def _effect(settings: SizeSettings, geometry: MediaGeometry) -> JsonObject:
@@ -306,19 +313,25 @@ def _effect(settings: SizeSettings, geometry: MediaGeometry) -> JsonObject:
     effect: JsonObject = {"sizes": ", ".join(map(str, sizes))}
     names = ["max_enlargement", "max_cut", "enlarge", "crop", "flip"]
     if geometry.is_video:
-        effect["num_frames"] = "each clip's own" if settings.keeps_lengths else "set"
+        effect["num_frames"] = "set"
+        if settings.keeps_lengths:
+            effect["num_frames"] = "each clip's own"
         effect["fps"] = _rate_taken(settings)
         names += ["frame_interval", "clip_position", "short_clips"]
     for name in names:
         value = vars(settings)[name]
-        effect[name] = "not set" if value is None else value
+        if value is None:
+            value = "not set"
+        effect[name] = value
     return effect | {"variants": settings.views}
 
 
 def _rate_taken(settings: SizeSettings) -> str:
     if settings.fps is not None:
         return f"{settings.fps:g}"
-    return "each clip's own" if settings.model_fps is None else f"{settings.model_fps:g} of clips of another rate"
+    if settings.model_fps is None:
+        return "each clip's own"
+    return f"{settings.model_fps:g} of clips of another rate"
 
 
 # --- the sizes that the configuration names --------------------------------------------------------------------------
@@ -347,8 +360,11 @@ def _sizes(settings: SizeSettings, geometry: MediaGeometry) -> list[MediaSize]:
 
 
 def _frame_counts(settings: SizeSettings) -> Sequence[int]:
-    counts = 1 if settings.num_frames is None else settings.num_frames
-    return (counts,) if isinstance(counts, int) else counts
+    if settings.num_frames is None:
+        return (1,)
+    if isinstance(settings.num_frames, int):
+        return (settings.num_frames,)
+    return settings.num_frames
 
 
 def _planes_of_area(area: int, step: int) -> list[tuple[int, int]]:
@@ -381,7 +397,9 @@ def _key_of(settings: SizeSettings, size: MediaSize, geometry: MediaGeometry) ->
         return "buckets"
     if size.frames != geometry.nearest(size).frames:
         return "num_frames"
-    return "height" if settings.height is not None else "max_pixels"
+    if settings.height is None:
+        return "max_pixels"
+    return "height"
 
 
 # --- what may stand there --------------------------------------------------------------------------------------------

@@ -95,14 +95,18 @@ class Qwen2VLDataset(MMDataset):
         self._param = dataset_param
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
-        open_table: Any = open_streamed_rows if self.streams else open_rows
-        self._rows: Any = open_table(basic_param, dataset_param.attr)
+        self._rows: Any
+        if self.streams:
+            self._rows = open_streamed_rows(basic_param, dataset_param.attr)
+        else:
+            self._rows = open_rows(basic_param, dataset_param.attr)
         self.parts, self.row_numbers = self._rows.parts, self._rows.row_numbers
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.if_too_long
         self.cuts_documents = self.truncation == "split" and basic_param.stage in ("sft", "pretrain")
         self._notes = NotesReported()
+        # Before the processor is read: wrong columns are told in a second.
         self._check_first_rows()
         self._build_encoder()
 
@@ -250,7 +254,9 @@ class Qwen2VLDataset(MMDataset):
             with contextlib.suppress(DataError):  # whoever reads the row says what is wrong with it
                 counts.update(map(str, self.sample(looked_at).unread))
             looked_at += 1
-        notes = [unread_told(counts, f"the first {looked_at} rows")] if counts else []
+        notes = []
+        if counts:
+            notes.append(unread_told(counts, f"the first {looked_at} rows"))
         if self.streams and self._is_text and self.truncation == "drop":
             notes.append(
                 f"documents of more than cutoff_len {self.basic_parameters.cutoff_len:,} tokens are left out, since "
@@ -273,7 +279,9 @@ class Qwen2VLDataset(MMDataset):
         }
         files = self._rows.facts()
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
-        rows = None if self.streams else len(self)
+        rows = None
+        if not self.streams:
+            rows = len(self)
         return {"rows": rows, "files": files, "settings": settings, "hash": digest}
 
     # --- parts -------------------------------------------------------------------------------------------------------
@@ -296,8 +304,8 @@ class Qwen2VLDataset(MMDataset):
         check_trained_with(Path(preprocess.model_name_or_path), reads_rows_itself=False)
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
-        self.template = None if self._is_text else build_template(self.processor, basic)
-        if self.template is not None:
+        if not self._is_text:
+            self.template = build_template(self.processor, basic)
             self.template.check_end()
         limits = MediaLimits.of(preprocess, self.processor, allow_remote=basic.allow_remote_media)
         beside, root = self._rows.media_roots, basic.dataset_dir

@@ -85,7 +85,9 @@ class InternVLUDataset(BagelDataset):
         place, seed = self.place(index), derive_seed(self.draw_seed, epoch, index)
         with told_as(partial(at_row, place)):
             told = taken_apart(self.conversation(index), place)
-            left = self._left(random.Random(seed)) if told.drawn is not None else ""
+            left: Left = ""
+            if told.drawn is not None:
+                left = self._left(random.Random(seed))
             row, seen = self._encoded(told, left)
             self.check_length(len(row.ids), place)
             arrays = self._arrays(row, told, seen, seed)
@@ -99,9 +101,13 @@ class InternVLUDataset(BagelDataset):
     def measure(self, index: int) -> SampleSize:
         with told_as(partial(at_row, self.place(index))):
             told = taken_apart(self.conversation(index), self.place(index))
-            for source in (*told.pictures, *([] if told.drawn is None else [told.drawn])):
+            sources, variants = list(told.pictures), LEFT[:1]
+            if told.drawn is not None:
+                sources, variants = [*sources, told.drawn], LEFT
+            for source in sources:
                 self.media.probe("image", source)
-            encoded = [self._encoded(told, left) for left in (LEFT if told.drawn is not None else LEFT[:1])]
+            encoded = [self._encoded(told, left) for left in variants]
+        # The longest, whatever an epoch leaves out.
         tokens = max(len(row.ids) for row, _ in encoded)
         self.check_length(tokens, self.place(index))
         return SampleSize(tokens, len(told.pictures) * self._sizes.seen_side**2)
@@ -117,7 +123,11 @@ class InternVLUDataset(BagelDataset):
     def _encoded(self, told: TurnsTold, left: Left) -> tuple[TurnRow, int]:
         """Tokens, and how many pictures are seen."""
         draws = told.drawn is not None
-        task: Task = "answer" if not draws else "edit" if told.pictures else "draw"
+        task: Task = "answer"
+        if draws and told.pictures:
+            task = "edit"
+        elif draws:
+            task = "draw"
         row, seen = self._turns.begin(task, told.system), len(told.pictures)
         for role, pieces, weight in told.turns:
             if role == "user" and left:
@@ -125,7 +135,11 @@ class InternVLUDataset(BagelDataset):
             elif role == "user":
                 self._turns.question(row, pieces, is_read=draws)
             elif draws:
-                self._turns.drawn(row, "" if left else str("".join(filter(None, pieces))), weight)
+                # The words in front of the picture tell what was asked for: they go with the question.
+                text = "".join(filter(None, pieces))
+                if left:
+                    text = ""
+                self._turns.drawn(row, text, weight)
             else:
                 self._turns.answer(row, "".join(filter(None, pieces)), weight)
         return row, seen
@@ -171,6 +185,7 @@ def read_states(row: TurnRow, pixels: list[torch.Tensor], sizes: ReadingSizes) -
         sizes: Of the folder.
     """
     side = sizes.latent_side
+    # (rows, columns) of tokens; the picture that is drawn comes first, the given ones follow.
     grids = [(each.shape[1] // side, each.shape[2] // side) for each in (pixels[-1], *pixels[:-1])]
     seen = [kind == SEEN for kind, is_read in zip(row.kinds, row.reads, strict=True) if is_read]
     latents = latent_positions(grids, sizes.scale)
@@ -193,7 +208,9 @@ def taken_apart(sample: Sample, place: RowLocation) -> TurnsTold:
         if drawn is not None:
             raise _refused("goes on behind a picture that is drawn", place)
         pieces: list[str | None] = []
-        for piece in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for piece in content:
             if piece["type"] == "text":
                 if drawn is not None and piece["text"].strip():
                     raise _refused("has words behind a picture that is drawn", place)
@@ -212,7 +229,10 @@ def taken_apart(sample: Sample, place: RowLocation) -> TurnsTold:
         if role == "system":
             system = "".join(filter(None, pieces))
         elif role in ("user", "assistant"):
-            turns.append((role, pieces, 0.0 if role == "user" else 1.0 if weight is None else float(weight)))
+            counts = 0.0
+            if role == "assistant":
+                counts = 1.0 if weight is None else float(weight)
+            turns.append((role, pieces, counts))
         else:
             raise DataError(f"has a turn of '{role}', which this model does not know", key="messages", way_out=REPAIR)
     if drawn is not None:
@@ -248,7 +268,8 @@ def generation_size(preprocess: PreprocessParameters, sizes: ReadingSizes) -> Ge
     values = []
     for name, default in published.items():
         value = preprocess.get(name)
-        value = default if value is None else value
+        if value is None:
+            value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
                 f"{value!r} is not a size in pixels",

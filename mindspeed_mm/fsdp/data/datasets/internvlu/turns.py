@@ -116,6 +116,7 @@ class GenerationSize:
             sides = [int(side * scale / self.stride) * self.stride for side in (height, width)]
         elif sides[0] * sides[1] < self.least_pixels:
             scale = (self.least_pixels / (height * width)) ** 0.5
+            # -(-a // b) rounds up.
             sides = [-int(-side * scale // self.stride) * self.stride for side in (height, width)]
         if max(sides) > self.longest:
             scale = self.longest / max(sides)
@@ -167,7 +168,9 @@ class TurnEncoder:
     def begin(self, task: Task, system: str | None = None) -> TurnRow:
         """A row with its system prompt."""
         row = TurnRow()
-        self._turn(row, "system", [SYSTEM[task] if system is None else system])
+        if system is None:
+            system = SYSTEM[task]
+        self._turn(row, "system", [system])
         return row
 
     def question(self, row: TurnRow, pieces: Sequence[str | None], *, is_read: bool) -> None:
@@ -201,8 +204,10 @@ class TurnEncoder:
     def drawn(self, row: TurnRow, text: str, weight: float) -> None:
         """Go on with an answer that is a picture, with the words in front of it. Words are trained, and then that the
         picture follows them."""
-        ids = self._ids(text) if text.strip() else []
-        row.add([*ids, self.picture], weight=weight if ids else 0.0, is_read=True)
+        if not text.strip():
+            row.add([self.picture], is_read=True)
+            return
+        row.add([*self._ids(text), self.picture], weight=weight, is_read=True)
 
     def _turn(self, row: TurnRow, role: str, pieces: Sequence[str | None], *, is_read: bool = False) -> None:
         """A turn that is not trained. Neighbouring texts are one text to the tokenizer."""
@@ -235,14 +240,18 @@ def _tidied(pieces: Sequence[str | None]) -> list[str | None]:
             if leads:
                 found.append("\n")
         elif piece.strip() or not leads:
-            found.append(piece.lstrip() if leads else piece)
+            if leads:
+                piece = piece.lstrip()
+            found.append(piece)
     while found and found[-1] is not None and not found[-1].strip():
         found.pop()
     if found and found[-1] is not None:
         found[-1] = found[-1].rstrip()
     if found and found[0]:
         found[0] = found[0][0].upper() + found[0][1:]
-    last = found[-1] if found else "."
+    last: str | None = "."
+    if found:
+        last = found[-1]
     if last is not None and last[-1] in _ENDS:
         return found
     return [*found, "."]

@@ -102,8 +102,11 @@ class MossTTSDelayDataset(SpokenRows):
     @override
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Rows padded to the right, or several samples in one row."""
-        does_pack = self.basic_parameters.packs if packs is None else packs
-        positions = TextPositions() if does_pack else None
+        if packs is None:
+            packs = self.basic_parameters.packs
+        positions = None
+        if packs:
+            positions = TextPositions()
         return MossTTSDelayCollator(self.processor, TextOnlyPlugin(), collate_param, positions)
 
     def settings(self) -> JsonObject:
@@ -161,7 +164,10 @@ class TurnWriter:
                 what = f"{row[name]!r:.80} holds {AUDIO}, which stands for a sound"
                 raise DataError(what, where=place, key=name, way_out="Leave it out of the text.")
         told = {name: self._tokens.protect(str(row.get(name))) for name in FIELDS}
-        turn = self._written("user", user_turn(told, None if voices is None else [v is not None for v in voices]))
+        are_given = None
+        if voices is not None:
+            are_given = [voice is not None for voice in voices]
+        turn = self._written("user", user_turn(told, are_given))
         given, books = [voice for voice in voices or () if voice is not None], self.config.n_vq
         texts = turn.split(AUDIO)
         parts = [text_part(self._ids(texts[0]), books)]
@@ -191,7 +197,9 @@ class TurnWriter:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokens.encode(text, ())[0].tolist() if text else []  # type: ignore[no-any-return]
+        if not text:
+            return []
+        return self._tokens.encode(text, ())[0].tolist()  # type: ignore[no-any-return]
 
 
 def _voices_of(row: JsonMapping, place: str, sizes: Sequence[int]) -> list[np.ndarray | None] | None:
@@ -204,11 +212,15 @@ def _voices_of(row: JsonMapping, place: str, sizes: Sequence[int]) -> list[np.nd
         given = row.get(name)
         if given is None or (isinstance(given, Sequence | np.ndarray) and not len(given)):
             continue
-        each = given if _depth(given) == 3 else [given]
+        each: Any = [given]
+        if _depth(given) == 3:
+            each = given
         return [None if v is None else codes_of({name: v}, place, sizes, _EXTRACTED_BY, name) for v in each]
     for name in _VOICES:
         given = row.get(name)
-        listed = given if isinstance(given, list) else [given]
+        listed = [given]
+        if isinstance(given, list):
+            listed = given
         if any(listed):
             raise DataError(
                 f"{given!r:.80} is a sound without codes",
@@ -242,12 +254,15 @@ class MossTTSDelayCollator(GenericCollator):
         flat, ids_BL = batch["codec_ids"], batch["input_ids"]
         codes_TG = flat.new_full((ids_BL.numel(), flat.shape[-1]), NO_CODE)
         mask = batch.get("attention_mask")
-        places = torch.arange(len(flat)) if mask is None else mask.flatten().nonzero().squeeze(1)
+        places = torch.arange(len(flat))
+        if mask is not None:
+            places = mask.flatten().nonzero().squeeze(1)
         codes_TG[places] = flat
         is_trained_TG = (codes_TG >= 0) & (batch["labels"].flatten() != IGNORED_LABEL)[:, None]
         rows = is_trained_TG.any(dim=1).nonzero().squeeze(1)
         targets = codes_TG.masked_fill(~is_trained_TG, IGNORED_LABEL).index_select(0, rows)
         codes_BLG = codes_TG.unflatten(0, ids_BL.shape)
+        # A code is predicted from the place before it.
         return batch | {"codec_ids": codes_BLG, "code_places": rows - 1, "code_targets": targets}
 
 

@@ -110,7 +110,9 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         Raises:
             ConfigError: Rows are to be packed.
         """
-        if self.basic_parameters.packs if packs is None else packs:
+        if packs is None:
+            packs = self.basic_parameters.packs
+        if packs:
             raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
         return super().build_collator(collate_param.model_copy(update={"model_name": _NAME}), packs=False)
 
@@ -157,8 +159,11 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         known = self._config.talker_config.speaker_id or {}
         name = str(row.get("speaker") or "").lower()
         if name not in known:
+            what = "the row names no voice"
+            if name:
+                what = f"'{name}' is not a voice of this model"
             raise DataError(
-                f"'{name}' is not a voice of this model" if name else "the row names no voice",
+                what,
                 where=place,
                 key="speaker",
                 way_out=f"Give one of {', '.join(known)}.",
@@ -255,6 +260,7 @@ def spoken_answer(
     first = [NO_CODE] * (len(asked) + len(opening)) + [*head, marks.codec_bos_id]
     speech = [*codes[:, 0].tolist(), marks.codec_eos_token_id]
     pad = config.tts_pad_token_id
+    # One word beside each frame; words beyond the last frame are not read.
     beside = [*words[1:], config.tts_eos_token_id][: len(speech)]
     text = [*asked, *opening, *[pad] * (len(head) - 1), config.tts_bos_token_id, words[0], *beside]
     text += [pad] * (len(first) + len(speech) - len(text))
@@ -266,6 +272,7 @@ def spoken_answer(
         np.array(text, dtype=np.int64),
         codec_ids,
         np.array([IGNORED_LABEL] * len(first) + speech, dtype=np.int64),
+        # How many of the user's tokens come before: only these are kept for the talker.
         media_places=np.cumsum(user_K)[sources] - 1,
         media_sources=sources,
         read=int(np.flatnonzero(user_K)[-1]) + 1,

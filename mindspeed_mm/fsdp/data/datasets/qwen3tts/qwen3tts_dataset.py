@@ -67,8 +67,12 @@ class Qwen3TTSDataset(SpokenRows):
         folders = self._rows.folders
         root = Path(basic_param.dataset_dir or folders[0])
         limits = MediaLimits(audio_sampling_rate=RATE, allow_remote=basic_param.allow_remote_media)
-        roots = (*basic_param.media_roots, *(folders if self._is_beside else ()))
-        self.media = MediaLoader(root.parent if root.is_file() else root, roots, limits)
+        roots: list[str | Path] = list(basic_param.media_roots)
+        if self._is_beside:
+            roots += folders
+        if root.is_file():
+            root = root.parent
+        self.media = MediaLoader(root, roots, limits)
 
     def item(self, index: int, epoch: int) -> EncodedSample:
         """Sample `index`, in every epoch the same.
@@ -101,6 +105,7 @@ class Qwen3TTSDataset(SpokenRows):
     def _encoded(self, row: Mapping[str, object], place: str) -> JsonObject:
         """All but the sound of its voice."""
         role, end = self.ids_of(_ROLE), self.ids_of(_END)
+        # Tokenised as a whole and cut: words have other tokens behind a line break than alone.
         told = self.ids_of(f"{_ROLE}{self.text_of(row, 'text', place)}{_END}")
         codes = self._codes(row, place)
         made = sequence_of(self._config, role, told[len(role) : -len(end)], codes, self._voice(row, place))
@@ -147,8 +152,11 @@ class Qwen3TTSDataset(SpokenRows):
         """(frames, mels) of the voice."""
         assert self.media is not None
         given = row["ref_audio"]
-        given = given[0] if isinstance(given, list) else given
-        clip = self.media.load_audio(located(given, folder) if self._is_beside else given)
+        if isinstance(given, list):
+            given = given[0]
+        if self._is_beside:
+            given = located(given, folder)
+        clip = self.media.load_audio(given)
         if clip.seconds < 0.1:
             raise DataError(
                 f"{clip.name} lasts {clip.seconds:.3f} s, too short to be a voice",
@@ -227,6 +235,7 @@ def sequence_of(
     words += pads * (1 + len(speech))
     codec_ids = np.full((len(words), codes.shape[1]), NO_CODE, dtype=np.int64)
     codec_ids[:, 0] = first + speech
+    # The first codebook's column is written again, with the same numbers; the last place has the end alone.
     codec_ids[len(first) : -1] = codes
     labels = [IGNORED_LABEL] * len(first) + speech
     return SpokenSequence(np.array(words, dtype=np.int64), codec_ids, np.array(labels, dtype=np.int64))
@@ -254,6 +263,7 @@ def speaker_mel(samples: np.ndarray, bands: int, size: int = 1024, hop: int = 25
     padded = np.pad(samples.astype(np.float64), border, mode="reflect")
     frames_FN = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
+    # (frames, size / 2 + 1)
     power_FK = np.abs(np.fft.rfft(frames_FN * window)) ** 2
     mel_FB = np.sqrt(power_FK + _LEAST_POWER) @ _bands(bands, size)
     return np.log(np.maximum(mel_FB, _FLOOR)).astype(np.float32)

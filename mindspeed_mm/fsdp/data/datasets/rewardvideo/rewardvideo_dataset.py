@@ -69,7 +69,9 @@ class RewardVideoDataset(MMDataset):
         if not self._numbers:
             way_out = "Give files with rows; or set preprocess_parameters.use_tied_data: true."
             raise DataError("there are no rows", key="data.dataset_param.basic_parameters.dataset", way_out=way_out)
-        root = Path(basic.dataset_dir) if basic.dataset_dir else self._rows.folders[0]
+        root = self._rows.folders[0]
+        if basic.dataset_dir:
+            root = Path(basic.dataset_dir)
         roots: list[str | Path] = [*basic.media_roots, *self._rows.folders, *self._rows.media_roots]
         self.questions = VideoQuestions(Path(preprocess.model_name_or_path), preprocess, basic, root, roots)
         self.processor = self.questions.processor
@@ -132,7 +134,10 @@ class RewardVideoDataset(MMDataset):
             video = row.get(f"path_{side}")
             if not isinstance(video, str) or not video:
                 raise DataError(f"{video!r:.80} is no video", where=place, key=f"path_{side}", way_out=_REPAIR)
-            found[side] = (video if folder is None else located(video, str(Path(folder).absolute())), caption)
+            source: object = video
+            if folder is not None:
+                source = located(video, str(Path(folder).absolute()))
+            found[side] = (source, caption)
         return found
 
     def _choices(self, number: int) -> list[int]:

@@ -7,7 +7,7 @@ onnxruntime runs. Saved voices need neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Listener:
             speaker_mel(reference.at(self._rate), self._sizes.mel_dim, _HOPS_OF_WINDOW * self._hop, self._hop)
         )
         tokens, ratio = self._tokens(heard), self._sizes.token_mel_ratio
+        # The two networks round a recording's end differently: both are cut to what they have in common.
         count = min(len(mel_TM) // ratio, len(tokens))
         tokens, mel_TM = tokens[:count], mel_TM[: ratio * count]
         guide = Guide(self._vector(heard), tokens, mel_TM)
@@ -155,19 +156,22 @@ class Listener:
                 what, way_out = f"has neither {_VECTOR} nor {_VECTOR_ALONE}", "Save the voice again."
                 raise ModelFolderError(what, where=where, way_out=way_out)
             tokens, mel, words = (_tensor(stored, key, where) for key in (_TOKENS, _MEL, _WORDS))
-            guide = Guide(
-                vector.float().flatten(),
-                [] if tokens is None else tokens.flatten().tolist(),
-                torch.zeros(0, self._sizes.mel_dim) if mel is None else mel.float().flatten(0, -2),
-                None if words is None or not words.numel() else words.flatten().tolist(),
-            )
+            guide = Guide(vector.float().flatten(), mel_TM=torch.zeros(0, self._sizes.mel_dim))
+            if tokens is not None:
+                guide = replace(guide, tokens=tokens.flatten().tolist())
+            if mel is not None:  # (1, T, M) as the release saves it
+                guide = replace(guide, mel_TM=mel.float().flatten(0, -2))
+            if words is not None and words.numel():
+                guide = replace(guide, prompt=words.flatten().tolist())
             _check(guide, self._sizes, where, "Save the voice again, with this model.")
             voices[str(name)] = guide
         return voices
 
 
 def _tensor(stored: object, key: str, where: str) -> torch.Tensor | None:
-    found = stored.get(key) if isinstance(stored, Mapping) else None
+    found = None
+    if isinstance(stored, Mapping):
+        found = stored.get(key)
     if found is not None and not isinstance(found, torch.Tensor):
         raise ModelFolderError(f"{key} is no tensor", where=where, way_out="Save the voice again.")
     return found
@@ -211,6 +215,7 @@ def campplus_spectrum(samples: np.ndarray) -> np.ndarray:
         log_mel="log",
         remove_dc_offset=True,
     ).T
+    # The mean over time of each band.
     return (made - made.mean(axis=0, keepdims=True)).astype(np.float32)
 
 
@@ -228,4 +233,5 @@ def tokenizer_spectrum(samples: np.ndarray) -> np.ndarray:
         mel_filters=bands,
         log_mel="log10",
     )[:, :-1]
+    # Whisper's own scaling: 80 dB below the loudest is the floor.
     return ((np.maximum(made, made.max() - 8.0) + 4.0) / 4.0).astype(np.float32)

@@ -87,12 +87,14 @@ class CosyVoice3Voice(Voice):
         guide = self._guide(job)
         prompt, spoken = self._prompt(job, guide)
         choice = RepetitionAware.of(job.sampling)
+        # The flow's noise is a fixed table of so many frames, which the recording's tokens share.
         longest = NOISE_FRAMES // self._flow.sizes.token_mel_ratio - len(guide.tokens)
         left = job.sampling.max_new_tokens
         waves: list[np.ndarray] = []
         is_whole = True
         parts = [self._ids(passage) for passage in passages(job.text.strip(), lambda text: len(self._ids(text)))]
         around = len(prompt) + len(spoken) + _MARKS
+        # Of all parts before the first is said: a text that does not fit is refused at once.
         rooms = [room_for(self._talker.model.config.llm_config, around + len(part), longest) for part in parts]
         for part, room in zip(parts, rooms, strict=True):
             if left <= 0 or job.is_given_up():
@@ -102,7 +104,7 @@ class CosyVoice3Voice(Voice):
             left, is_whole = left - len(tokens), is_whole and ended
             if tokens:
                 waves.append(self._wave(without_long_silence(tokens), guide))
-        return np.concatenate(waves) if waves else np.zeros(0, dtype=np.float32), is_whole
+        return np.concatenate([np.zeros(0, dtype=np.float32), *waves]), is_whole
 
     def _guide(self, job: SpeechJob) -> Guide:
         """The voice of a job.
@@ -127,8 +129,9 @@ class CosyVoice3Voice(Voice):
         as they are."""
         instructions, usual = job.instructions.strip(), f"{_ASSISTANT}{END_OF_PROMPT}"
         if instructions and instructions != usual:
-            whole = instructions if END_OF_PROMPT in instructions else f"{_ASSISTANT} {instructions}{END_OF_PROMPT}"
-            return self._ids(whole), ()
+            if END_OF_PROMPT not in instructions:
+                instructions = f"{_ASSISTANT} {instructions}{END_OF_PROMPT}"
+            return self._ids(instructions), ()
         if guide.prompt is None:
             return self._ids(usual), ()
         return guide.prompt, guide.tokens
@@ -185,7 +188,10 @@ def _sizes(kind: type[_Sizes], config: object, section: str, folder: Path) -> _S
         raise ModelFolderError(first["msg"], where=where, key=key, way_out=way_out) from error
     for name in known:
         value = getattr(sizes, name)
-        if min(value if isinstance(value, Sequence) else [value], default=0) <= 0:
+        numbers = [value]
+        if isinstance(value, Sequence):
+            numbers = list(value)
+        if min(numbers, default=0) <= 0:
             raise ModelFolderError(f"{value} is not above 0", where=where, key=f"{section}.{name}", way_out=way_out)
     return sizes
 
@@ -201,8 +207,11 @@ def _part(kind: Callable[[_Sizes], nn.Module], sizes: _Sizes, path: Path) -> Any
         way_out = "The language model alone makes no sound: copy flow.pt and hift.pt of the release into the folder."
         raise ModelFolderError("does not exist", where=str(path), key="--speak", way_out=way_out)
     stored = load_weights(path)
-    tensors = stored.items() if isinstance(stored, dict) else ()
-    weights = {name.removeprefix(_OF_TRAINING): value for name, value in tensors if isinstance(value, torch.Tensor)}
+    weights = {}
+    if isinstance(stored, dict):
+        for name, value in stored.items():
+            if isinstance(value, torch.Tensor):
+                weights[name.removeprefix(_OF_TRAINING)] = value
     try:
         with torch.device("meta"):
             module = kind(sizes)
