@@ -115,6 +115,9 @@ def by_diffusers(written: Written, tmp: Path) -> dict[str, torch.Tensor]:
     card = (written.lora / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0]
     code = code.replace("path/to/this/folder", str(written.lora)).replace("path/to/model", str(written.model))
+    if "opensoraplan" in str(written.yaml):  # its pipeline's own size is the released one: minutes
+        small = f"height={written.family.side}, width={written.family.side}, num_frames={written.family.frames}"
+        code = code.replace("pipeline(", f"pipeline({small}, num_inference_steps=1, ")
     named: dict[str, Any] = {}
     diffusers_class("DiffusionPipeline")
     exec(compile(code, "README.md", "exec"), named)

@@ -22,7 +22,9 @@ from mindspeed_mm.fsdp.data.build import DatasetPart, collator_of
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments
+from mindspeed_mm.fsdp.params.data_args import DataArguments
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.plan.outline import build_outline, packs_rows
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.run.data import RunData
@@ -70,7 +72,7 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     if packs_rows(arguments) or len(set(dataset.sizes or ())) > 1:
         setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
         job = replace(job, setup=setup, one_size=False)
-    job = replace(job, unpackable=why_unpackable(dataset, arguments))
+    job = replace(job, unpackable=why_unpackable(dataset, arguments.model, arguments.data, arguments.features))
     if job.full:
         candidates = [real_model(arguments, job.folder)]
     else:
@@ -81,17 +83,19 @@ def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     return OneProcess(chosen, _describe(engine, job.full))
 
 
-def why_unpackable(dataset: MMDataset, arguments: Arguments) -> str:
+def why_unpackable(
+    dataset: MMDataset, model_args: ModelArguments, data: DataArguments, features: FeatureArguments
+) -> str:
     """Why samples of this data set cannot share a row of this model; empty when they can."""
     makes_own_batches = dataset.collate_fn is not None or dataset.sizes is not None
     try:
         if not makes_own_batches:
-            collator = dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True)
+            collator = dataset.build_collator(data.dataloader_param.collate_param, packs=True)
             makes_own_batches = collator is None
         if makes_own_batches:
             return "the data set makes its own batches"
-        model = ModelHub.build(arguments.model, feature_args=arguments.features)
-        check_packed_rows(model, attention=arguments.model.attn_implementation)
+        model = ModelHub.build(model_args, feature_args=features)
+        check_packed_rows(model, attention=model_args.attn_implementation)
     except ConfigError as error:
         return error.problems[0].what
     return ""

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.params.value_types import Section
 
 STEPS = 2
 SMALLEST_AXIS = 2
@@ -291,7 +292,7 @@ _TOLD = (
 """Keys whose change bears on what is compared."""
 
 
-def _told_changes(before: Arguments, now: Arguments) -> Iterator[str]:
+def _told_changes(before: Section, now: Section) -> Iterator[str]:
     for key in _TOLD:
         old, new = value_at(before, key), value_at(now, key)
         if old != new:

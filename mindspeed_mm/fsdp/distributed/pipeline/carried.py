@@ -136,9 +136,7 @@ class CarriedDeepstack(Carried):
 
     def attach(self, model: nn.Module) -> None:
         """A hook in front of the decoder."""
-        hook = self._hand_in
-        if self._is_first:
-            hook = self._note
+        hook = self._note if self._is_first else self._hand_in
         model.get_submodule(self._decoder).register_forward_pre_hook(hook, with_kwargs=True)
 
     def count(self, stage: int) -> int:
