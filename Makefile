@@ -74,7 +74,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_words.py tests/test_source_rules.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_words.py tests/test_source_rules.py tests/test_budgets.py
 
 # The documentation as a site, to read from the disk or from any server. It has an environment of its own, without torch.
 DOCS_VENV := .venv-docs
