@@ -24,8 +24,9 @@ def plain_pipeline(folder: Path, name: str | None = None) -> Any:
     import diffusers
 
     name = name or read_json_object(folder / "model_index.json", ValueError)["_class_name"]
-    found = find_adapter(folder).own_classes.get(name)
-    home = diffusers if found is None else importlib.import_module(found)
+    home: Any = diffusers
+    if not hasattr(diffusers, name):
+        home = importlib.import_module(find_adapter(folder).own_classes[name])
     pipeline = getattr(home, name).from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
