@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types
 
@@ -45,6 +45,7 @@ def know_family_of(folder: Path) -> None:
     model type of ours. May be called again; a folder without a readable config.json is left to whoever reads it.
 
     Raises:
+        ConfigError: A card names the model type, and the family's module has no `tell_transformers`.
         ModelFolderError: The installed transformers is older than the classes that the family is built on.
     """
     model_type = model_type_of(folder)
@@ -56,6 +57,13 @@ def know_family_of(folder: Path) -> None:
         except ImportError as error:
             lacking.append(error)
         else:
+            if not hasattr(family, "tell_transformers"):
+                raise ConfigError(
+                    f"{module} has no function tell_transformers()",
+                    where=str(Path(str(family.__file__)).with_name("card.yaml")),
+                    key="model_types",
+                    way_out="Write it: it registers configuration, model, processor and rules of stored names.",
+                )
             family.tell_transformers()
     if lacking and len(lacking) == len(modules):
         raise ModelFolderError(

@@ -21,7 +21,14 @@ from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS, Lor
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.stored_weights import step_of_weights
 from mindspeed_mm.core.artifacts import free_bytes
-from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.errors import (
+    CheckpointError,
+    MachineError,
+    ModelFolderError,
+    Problem,
+    UsageError,
+    first_problems,
+)
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, UNIFIED
@@ -355,6 +362,12 @@ def _rounded(packing: QuantizedLayout, read: list[torch.Tensor]) -> torch.Tensor
     return rounded(read[0], packing)
 
 
+_OTHER_NAMES = (
+    "If a plugin's rules of stored names make it: turned round, a rule takes every parameter that its second pattern, "
+    "a regular expression, is found in. Write more of the name there and `\\.` for a dot, and export again."
+)
+
+
 def complete(
     outline: nn.Module,
     tensors: Mapping[str, LazyTensor],
@@ -372,7 +385,16 @@ def complete(
     if lacking := sorted(expected - made.keys(), key=natural_order):
         raise ModelFolderError(
             f"{len(lacking)} of the weights in {weights} would be missing from the export. Among them:",
-            problems=[Problem("is not made", key=key) for key in lacking[:5]],
+            problems=[
+                *first_problems(Problem("is not made", key=key) for key in lacking),
+                *first_problems(
+                    (
+                        Problem("is made instead", key=key, way_out=_OTHER_NAMES)
+                        for key in sorted(made.keys() - expected, key=natural_order)
+                    ),
+                    most=1,
+                ),
+            ],
         )
     return with_beside(made, kept_beside(outline, stored))
 
