@@ -177,7 +177,7 @@ def _positive(settings: dict[str, Any], name: str, released: _Number) -> _Number
     value = settings.pop(name, None)
     if value is None:
         return released
-    is_number = type(value) is int or type(value) is float and isinstance(released, float)
+    is_number = type(value) is int or (type(value) is float and isinstance(released, float))
     if not is_number or not 0 < value < float("inf"):
         wanted = "number" if isinstance(released, float) else "whole number"
         raise ValueError(f"text_config.{name} is {value!r}; it is a {wanted} above 0")
