@@ -100,6 +100,7 @@ class RewardVideoDataset(MMDataset):
 
     def measure(self, index: int) -> SampleSize:
         """The sizes of both questions together. Raises `DataError` as `__getitem__`."""
+        self._choices(self._numbers[index])
         sizes = [self.questions.measure(*asked, self.place(index)) for asked in self._asked(index).values()]
         return SampleSize(sum(size.tokens for size in sizes), sum(size.patches for size in sizes))
 
@@ -142,7 +143,7 @@ class RewardVideoDataset(MMDataset):
             said = row.get(name)
             if said in (None, ""):
                 said = "invalid"
-            if said not in _CHOICES:
+            if not isinstance(said, str) or said not in _CHOICES:
                 what = f"{said!r:.80} is not one of {', '.join(_CHOICES)}"
                 raise DataError(what, where=str(self._rows.place(number)), key=name, way_out=_REPAIR)
             found.append(_CHOICES[said])
