@@ -26,7 +26,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.rewardvideo import video_questions
 from mindspeed_mm.fsdp.data.datasets.rewardvideo.rewardvideo_dataset import RewardVideoDataset
-from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import frame_numbers, question
+from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import DIMENSIONS, frame_numbers, question
 from mindspeed_mm.fsdp.loss.reward_pairs import RewardPairObjective
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
@@ -341,6 +341,15 @@ def test_a_choice_that_is_no_word_is_told(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(rows_of(run)[0] | {"VQ": ["A"]}), encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl:1  VQ  \['A'\] is not one of A, B, same, invalid"):
+        built_rows(run, path)[0]
+
+
+def test_rows_without_columns_of_choices_are_refused(run: Path, tmp_path: Path) -> None:
+    """Empty choices are invalid, and count with a loss of 0: a table whose columns have other names would train
+    nothing."""
+    path, row = tmp_path / "rows.jsonl", rows_of(run)[0]
+    path.write_text(json.dumps({name.lower() if name in DIMENSIONS else name: row[name] for name in row}))
+    with pytest.raises(DataError, match=r"rows.jsonl:1  has none of the columns VQ, MQ, TA"):
         built_rows(run, path)[0]
 
 

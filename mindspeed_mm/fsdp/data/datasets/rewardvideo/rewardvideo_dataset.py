@@ -139,6 +139,10 @@ class RewardVideoDataset(MMDataset):
     def _choices(self, number: int) -> list[int]:
         """What row `number` says of each dimension: 1 for A, -1 for B, 0 for a tie, else `INVALID`."""
         row, found = self._rows.row(number), []
+        if row.keys().isdisjoint(DIMENSIONS):
+            what = f"has none of the columns {', '.join(DIMENSIONS)}, so that it would teach nothing"
+            way_out = "Give the choices under these names."
+            raise DataError(what, where=str(self._rows.place(number)), way_out=way_out)
         for name in DIMENSIONS:
             said = row.get(name)
             if said in (None, ""):
