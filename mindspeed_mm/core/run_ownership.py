@@ -71,11 +71,21 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
 
 def others_files(folder: Path, config: Path | None = None) -> int:
     """How many files and folders lie in a run folder that are not under names of a run's; the YAML that is trained does
-    not count."""
+    not count.
+
+    Raises:
+        MachineError: The folder, which the run has made, is gone.
+    """
     own_yaml = config and config.resolve()
     own_names = {*_NAMES, MARKER, RunFolder(folder).lock_file.name}
     count = 0
-    for path in folder.iterdir():
+    try:
+        lying = list(folder.iterdir())
+    except FileNotFoundError as error:
+        way_out = "Run the command again, which makes it anew."
+        what = "the run folder has been removed while the run began"
+        raise MachineError(what, where=str(folder), way_out=way_out) from error
+    for path in lying:
         is_own = path.name in own_names or path.name.startswith("iter_") or path.resolve() == own_yaml
         count += not is_own
     return count

@@ -17,10 +17,11 @@ from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError
+from mindspeed_mm.core.errors import CheckpointError, DataError, MachineError, ModelFolderError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 from mindspeed_mm.tasks.ming_t2i import run as launch
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import ming_draw_by_hand as by_hand
@@ -110,6 +111,16 @@ def test_long_captions_are_cut(made: Path) -> None:
     (short,) = pipeline.encode_prompt([words.decode(ids[:-1])])
     (whole,) = pipeline.encode_prompt([CAPTION], max_sequence_length=len(ids))
     assert torch.equal(cut, short) and not torch.equal(cut, whole)
+
+
+def test_marks_of_media_in_captions_are_refused(made: Path) -> None:
+    """The processor would look for a picture that the mark names. Captions are measured all the same."""
+    pipeline, adapter = exact_parts(str(made)), find_adapter(made)
+    for mark in ("<image>", "<imagePatch>", "</audio>"):
+        with pytest.raises(DataError, match=f"the caption 'a {mark}' holds {mark}"):
+            pipeline.encode_prompt([f"a {mark}"])
+    plain, marked = CaptionLengths(adapter, pipeline.components)(["a fox", "a fox <image>"])
+    assert marked.tokens == plain.tokens + len(pipeline.tokenizer.tokenizer(" <image>").input_ids)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from mindspeed_mm import inference_videoalign, pretrain_videoalign
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.rewardvideo import video_questions
-from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import frame_numbers, question
+from mindspeed_mm.fsdp.data.datasets.rewardvideo.rewardvideo_dataset import RewardVideoDataset
+from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import DIMENSIONS, frame_numbers, question
 from mindspeed_mm.fsdp.loss.reward_pairs import RewardPairObjective
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
@@ -329,10 +330,27 @@ def test_bad_rows_are_told(run: Path, tmp_path: Path, change: dict[str, str], sa
         writer = csv.DictWriter(file, list(row))
         writer.writeheader()
         writer.writerow(row)
-    with pytest.raises(DataError) as error:
+    for read in (RewardVideoDataset.__getitem__, RewardVideoDataset.measure):  # `mm data check` measures all rows
+        with pytest.raises(DataError) as error:
+            read(built_rows(run, path), 0)
+        assert says in str(error.value)
+        assert "rows.csv:" in str(error.value)
+
+
+def test_a_choice_that_is_no_word_is_told(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(rows_of(run)[0] | {"VQ": ["A"]}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows.jsonl:1  VQ  \['A'\] is not one of A, B, same, invalid"):
         built_rows(run, path)[0]
-    assert says in str(error.value)
-    assert "rows.csv:" in str(error.value)
+
+
+def test_rows_without_columns_of_choices_are_refused(run: Path, tmp_path: Path) -> None:
+    """Empty choices are invalid, and count with a loss of 0: a table whose columns have other names would train
+    nothing."""
+    path, row = tmp_path / "rows.jsonl", rows_of(run)[0]
+    path.write_text(json.dumps({name.lower() if name in DIMENSIONS else name: row[name] for name in row}))
+    with pytest.raises(DataError, match=r"rows.jsonl:1  has none of the columns VQ, MQ, TA"):
+        built_rows(run, path)[0]
 
 
 def test_special_tokens_in_captions_are_text(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -410,6 +411,24 @@ def test_rows_of_other_models_have_no_features(prepared: Path, tmp_path: Path) -
     config["data"]["dataset_param"]["dataset_type"] = "huggingface"
     with pytest.raises(ConfigError, match="rows of 'huggingface' have no features to extract"):
         extract.run(write_yaml(tmp_path / "run.yaml", config))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, r"rows of 'internvlu' have no features to extract.*Go on with mm train: it encodes"),
+        ({"features_dir": "features"}, r"Rows of dataset_type bagel or generation have it.* no features to extract"),
+    ],
+)
+def test_what_to_do_where_there_are_no_features(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """Of a model that answers and draws, whose rows are read by a class that is built on BAGEL's."""
+    (tmp_path / "config.json").write_text('{"model_type": "internvlu"}', encoding="utf-8")
+    param = {"dataset_type": "internvlu", "basic_parameters": {"dataset": "rows.jsonl"} | change}
+    config = {"model": {"model_name_or_path": str(tmp_path), "model_id": "internvlu"}, "data": {"dataset_param": param}}
+    with pytest.raises(ConfigError) as raised:
+        extract.run(write_yaml(tmp_path / "run.yaml", config))
+    problems = "\n".join(map(str, (raised.value, *raised.value.problems)))
+    assert re.search(told, problems, re.DOTALL), problems
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

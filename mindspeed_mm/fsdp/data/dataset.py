@@ -265,6 +265,21 @@ class DatasetView(MMDataset):
         return self._whole.row_changes()
 
 
+class FirstEpochView(DatasetView):
+    """The same samples, each in all epochs with the caption and the view that it has in the first one: for what is
+    stored once for a sample."""
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._whole[index]
+
+    @override
+    def item(self, index: int, epoch: int) -> Any:
+        return {**self._whole.item(index, 0), "epoch": epoch}
+
+
 class WrappedDataset(MMDataset):
     """A data set that does not derive from `MMDataset`. Members that it has take the place of the defaults.
 

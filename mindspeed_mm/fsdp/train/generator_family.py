@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.few_steps import FewSteps, few_steps_kept
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.models.diffusion.media_roles import unfit
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.distillation import reads_trajectories
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.rollouts.order import RolloutSource
 
 
+_SUFFIXES = {"one": ".png", "all": ".mp4", "sound": ".wav"}
+"""What a role is → how its file may be named."""
+
+
 class GeneratorFamily(Family):
     """Models that draw pictures and clips.
 
@@ -51,7 +56,15 @@ class GeneratorFamily(Family):
 
     @override
     def trial_options(self, model: nn.Module) -> str | None:
-        return "--prompt 'a prompt' --out samples"
+        """Words, and the media that a prompt of the task cannot be without."""
+        roles = self.adapter.roles.get(self.adapter.task, ())
+        given = [role.name for role in roles if not role.is_optional]
+        if found := unfit(roles, given):
+            given.append(found[1])  # one of two would do
+        media = "".join(
+            f"--{role.prompt.replace('_', '-')} a{_SUFFIXES[role.frames]} " for role in roles if role.name in given
+        )
+        return f"{media}--prompt 'a prompt' --out samples"
 
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
         super().__init__(arguments)

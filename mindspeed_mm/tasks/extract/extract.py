@@ -155,11 +155,14 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> Sets:
     """
     param = config.arguments.data.dataset_param
     name, rows = _ROWS[configured_kind(config)]
-    if data_register.get(param.dataset_type) is not rows:
+    given = data_register.get(param.dataset_type)
+    if given is not rows:
+        # Another model's rows of the same kind are read by a class that is built on these.
+        encodes = isinstance(given, type) and issubclass(given, rows)
         raise ConfigError(
             f"rows of '{param.dataset_type}' have no features to extract",
             key="data.dataset_param.dataset_type",
-            way_out=f"Set {name}.",
+            way_out="Go on with mm train: it encodes their pictures while training." if encodes else f"Set {name}.",
         )
     basic = _rows(config, param.basic_parameters)
     folder = out or param.basic_parameters.get("features_dir")

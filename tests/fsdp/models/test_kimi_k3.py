@@ -328,6 +328,15 @@ def test_fewer_layers_than_the_lists_name(tmp_path: Path, root: str) -> None:
         ("text_config", {"hidden_act": "silu"}, "text_config.hidden_act is 'silu'; known is 'situ' only"),
         ("text_config", {"mla_use_nope": False}, "text_config.mla_use_nope is False"),
         ("vision_config", {"norm_type": "layernorm"}, "vision_config.norm_type is 'layernorm'"),
+        ("text_config", {"linear_attn_config": {"kda_layers": "all"}}, "linear_attn_config.kda_layers is 'all'"),
+        ("text_config", {"linear_attn_config": {"kda_layers": [0, 1]}}, "by their numbers, which begin at 1"),
+        ("text_config", {"attn_res_block_size": 0}, "attn_res_block_size is 0; it is a whole number above 0"),
+        ("text_config", {"routed_expert_hidden_size": 8.5}, "routed_expert_hidden_size is 8.5; it is a whole number"),
+        ("text_config", {"activation_situ_beta": -1}, "activation_situ_beta is -1; it is a number above 0"),
+        ("text_config", {"num_expert_group": 3}, "num_expert_group is 3, and num_experts 8: groups are equal"),
+        ("text_config", {"num_expert_group": 8}, "num_expert_group is 8, and num_experts 8: groups are equal, of two"),
+        ("text_config", {"topk_group": 3}, "topk_group is 3, of 2 groups"),
+        ("text_config", {"num_experts_per_token": 5}, "num_experts_per_token is 5; the chosen groups have 4 experts"),
     ],
 )
 def test_what_was_never_released_is_refused(

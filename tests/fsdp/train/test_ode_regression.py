@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
@@ -234,6 +236,33 @@ def test_a_trajectory_that_is_damaged_is_told(run: tuple[Path, Path], tmp_path: 
     said = mm("train", yaml, *words_of(copy), f"training.save={tmp_path / 'run'}")
     assert said.code == 4 and "cannot be read" in said.err
     assert json.loads((copy / trajectories_module._FACTS).read_text())
+
+
+def test_a_trajectory_that_is_damaged_is_drawn_again(run: tuple[Path, Path], tmp_path: Path) -> None:
+    yaml, stored = run
+    copy = shutil.copytree(stored, tmp_path / "copy")
+    cut, whole, *_ = sorted(copy.glob("*.safetensors"))
+    content, before = cut.read_bytes(), whole.stat().st_mtime_ns
+    cut.write_bytes(content[:-8])
+    assert mm("posttrain", "reference", yaml, *words_of(copy)).code == 0
+    assert cut.read_bytes() == content and whole.stat().st_mtime_ns == before
+
+
+def test_all_epochs_read_the_caption_that_was_drawn(tmp_path: Path) -> None:
+    """Rows with several captions, of which an epoch of plain training takes another one."""
+    yaml = make_tiny_distillation(tmp_path, "flux")
+    rows = []
+    for number in range(2):
+        Image.new("RGB", (16, 16), (80 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append({"path": f"{number}.png", "cap": [f"caption {each} of {number}" for each in range(6)]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows_of = ("dataset_type=generation", f"basic_parameters.dataset={tmp_path / 'rows.jsonl'}")
+    words = (*WORDS, *(f"data.dataset_param.{word}" for word in rows_of), f"training.save={tmp_path / 'run'}")
+    assert mm("posttrain", "reference", yaml, *words).code == 0
+    said = mm("train", yaml, *words, "training.train_iters=8")
+    assert said.code == 0, said.err
+    losses = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert len(losses) == 8 and len(set(losses)) == 8  # levels are drawn anew all the same
 
 
 def regression_of_ranks(yaml: str, save: str, *words: str) -> list[tuple[float, float]]:

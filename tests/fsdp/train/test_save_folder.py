@@ -15,6 +15,7 @@ from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.folder_kinds import MARKER, is_run
 from mindspeed_mm.core.run_ownership import check_run_folder, clear_unbegun_run, mark_run_folder
+from mindspeed_mm.fsdp.train.run import introduction
 from tests.helpers.kills import everything
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
@@ -217,3 +218,18 @@ def test_a_refused_start_leaves_what_was_there(yaml: Path, tmp_path: Path) -> No
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     clear_unbegun_run([tmp_path / "mine"])
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine" and is_run(tmp_path / "mine")
+
+
+def test_a_run_folder_that_is_removed_while_the_run_begins_is_told(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of the first lines of the log, which say what else lies in the folder."""
+    real = introduction.others_files
+
+    def removed(folder: Path, config: Path | None) -> int:
+        shutil.rmtree(folder)
+        return real(folder, config)
+
+    monkeypatch.setattr(introduction, "others_files", removed)
+    said = mm("train", yaml, f"training.save={tmp_path / 'run'}")
+    assert said.code == 3 and "run  the run folder has been removed while the run began" in said.err, said.err

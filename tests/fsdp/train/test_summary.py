@@ -11,8 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_mm.cli.main import VERBS
+from mindspeed_mm.fsdp.models.diffusion.media_roles import (
+    CONTROL_VIDEO,
+    FIRST_FRAME,
+    FURTHER_SOURCES,
+    LAST_FRAME,
+    MASK_OF_PICTURE,
+    MASK_OF_VIDEO,
+    PICTURE_AROUND_MASK,
+    REFERENCES,
+    SOURCE_PICTURE,
+    SOURCE_VIDEO,
+    MediaRole,
+)
+from mindspeed_mm.fsdp.train.generator_family import GeneratorFamily
 from mindspeed_mm.fsdp.train.hooks.log import SummaryHook
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_run import make_tiny_run
@@ -46,6 +61,24 @@ def test_the_last_lines_of_a_run_are_its_summary(tmp_path: Path) -> None:
         assert verb in VERBS and words[0] == str(save)
         importlib.import_module(f"mindspeed_mm.cli.{verb}").command.make_context(verb, words)
     assert mm(*commands[-1][1:]).code == 0 and (save / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("roles", "media"),
+    [
+        ((), ""),
+        ((SOURCE_PICTURE, *FURTHER_SOURCES), "--image a.png "),
+        ((FIRST_FRAME, LAST_FRAME), "--image a.png --last-image a.png "),
+        ((PICTURE_AROUND_MASK, MASK_OF_PICTURE), "--image a.png --mask a.png "),
+        ((SOURCE_VIDEO,), "--video a.mp4 "),
+        ((CONTROL_VIDEO, MASK_OF_VIDEO, *REFERENCES), "--reference a.png "),
+    ],
+)
+def test_a_trial_names_the_media_that_a_prompt_needs(roles: tuple[MediaRole, ...], media: str) -> None:
+    family: Any = SimpleNamespace(adapter=SimpleNamespace(task="task", roles={"task": roles}))
+    words = GeneratorFamily.trial_options(family, torch.nn.Identity())
+    assert words == f"{media}--prompt 'a prompt' --out samples"
+    importlib.import_module("mindspeed_mm.cli.infer").command.make_context("infer", ["run", *shlex.split(words)])
 
 
 def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class CaptionLengths:
             return longest
         for position, (tokenizer, limit) in enumerate(self._tokenizers):
             with quiet("transformers"):
-                rows = tokenizer(text=list(captions)).input_ids  # a processor takes pictures first
+                # A processor would ask for the picture that a mark in a caption names.
+                rows = tokenizer_of(tokenizer)(list(captions)).input_ids
             for number, ids in enumerate(rows):
                 length, before = CaptionLength(len(ids), limit), longest[number]
                 if position == 0 or length.tokens - limit > before.tokens - before.limit:

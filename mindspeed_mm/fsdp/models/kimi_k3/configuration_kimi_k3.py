@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import Kimi_K25Config, Kimi_K25VisionConfig, KimiLinearConfig
 
+_Number = TypeVar("_Number", int, float)
 _TEXT_AS_BUILT: dict[str, Any] = {
     "hidden_act": "situ",
     "mla_use_nope": True,
@@ -67,20 +68,34 @@ class KimiK3TextConfig(KimiLinearConfig):  # type: ignore[misc]
         check_built("text_config.", kwargs, _TEXT_AS_BUILT)
         linear = kwargs.get("linear_attn_config") or {}
         check_built("text_config.linear_attn_config.", linear, {"use_full_rank_gate": True})
-        self.attn_res_block_size = int(kwargs.pop("attn_res_block_size", None) or 12)
-        self.routed_expert_hidden_size = int(kwargs.pop("routed_expert_hidden_size", None) or 3584)
-        self.activation_situ_beta = float(kwargs.pop("activation_situ_beta", None) or 4.0)
-        self.activation_situ_linear_beta = float(kwargs.pop("activation_situ_linear_beta", None) or 25.0)
+        self.attn_res_block_size = _positive(kwargs, "attn_res_block_size", 12)
+        self.routed_expert_hidden_size = _positive(kwargs, "routed_expert_hidden_size", 3584)
+        self.activation_situ_beta = float(_positive(kwargs, "activation_situ_beta", 4.0))
+        self.activation_situ_linear_beta = float(_positive(kwargs, "activation_situ_linear_beta", 25.0))
         lower = linear.get("gate_lower_bound", kwargs.pop("linear_gate_lower_bound", -5.0))
         if lower is not None:
             lower = float(lower)
         self.linear_gate_lower_bound: float | None = lower
         if "kda_layers" in linear and kwargs.get("layer_types") is None:
             # Counted from 1. A file whose num_hidden_layers was lowered may name more layers than there are.
+            _check_layer_numbers(linear["kda_layers"])
             kinds = ("full_attention", "linear_attention")
             layers = range(1, kwargs.get("num_hidden_layers", 93) + 1)
             kwargs["layer_types"] = [kinds[number in linear["kda_layers"]] for number in layers]
         super().__init__(**{"hidden_act": "situ"} | kwargs)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise `ValueError` where the router cannot choose its experts from its groups."""
+        experts, groups, kept = self.num_local_experts, self.n_group, self.topk_group
+        if groups < 1 or experts % groups or experts // groups < 2:  # the two best of a group are its score
+            told = f"num_expert_group is {groups}, and num_experts {experts}"
+            raise ValueError(f"text_config.{told}: groups are equal, of two experts or more")
+        if not 1 <= kept <= groups:
+            raise ValueError(f"text_config.topk_group is {kept}, of {groups} groups (num_expert_group)")
+        if not 1 <= self.num_experts_per_tok <= kept * (experts // groups):
+            told = f"num_experts_per_token is {self.num_experts_per_tok}"
+            raise ValueError(f"text_config.{told}; the chosen groups have {kept * (experts // groups)} experts")
 
 
 class KimiK3VisionConfig(Kimi_K25VisionConfig):  # type: ignore[misc]
@@ -153,3 +168,26 @@ def check_built(section: str, given: Mapping[str, Any], built: Mapping[str, Any]
     for name, value in built.items():
         if given.get(name, value) != value:
             raise ValueError(f"{section}{name} is {given[name]!r}; known is {value!r} only")
+
+
+def _positive(settings: dict[str, Any], name: str, released: _Number) -> _Number:
+    """A setting of the text model, which is taken out; the released value where the file has none.
+
+    Raises:
+        ValueError: It is no number above 0, or no whole one where the released one is.
+    """
+    value = settings.pop(name, None)
+    if value is None:
+        return released
+    is_number = type(value) is int or (type(value) is float and isinstance(released, float))
+    if not is_number or not 0 < value < float("inf"):
+        wanted = "number" if isinstance(released, float) else "whole number"
+        raise ValueError(f"text_config.{name} is {value!r}; it is a {wanted} above 0")
+    return value  # type: ignore[no-any-return]
+
+
+def _check_layer_numbers(numbers: Any) -> None:
+    """Raise `ValueError` where `kda_layers` is no list of numbers from 1."""
+    if not isinstance(numbers, list) or any(type(number) is not int or number < 1 for number in numbers):
+        told = f"text_config.linear_attn_config.kda_layers is {numbers!r}"
+        raise ValueError(f"{told}; it lists layers with a state by their numbers, which begin at 1")

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import nn
 from typing_extensions import override
 
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.ming.language_ming import IMAGE
@@ -105,7 +106,14 @@ def as_read(processor: Any, caption: str, picture: object | None, longest: int) 
         caption: At most `longest` tokens of it are read.
         picture: In front of the caption; None: there is none.
         longest: Tokens.
+
+    Raises:
+        DataError: The caption holds a mark that stands for media.
     """
+    for mark in processor.marks:
+        if mark in caption:
+            what = f"the caption '{caption:.80}' holds {mark}, which stands for media"
+            raise DataError(what, key="prompt", way_out="Leave it out.")
     tokens = processor.tokenizer(caption, add_special_tokens=False)["input_ids"]
     if len(tokens) > longest:
         caption = processor.tokenizer.decode(tokens[:longest])

@@ -38,6 +38,8 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
     value_at_key,
 )
 
+_FEATURES = ("features_dir", "val_features_dir")
+
 
 @dataclass
 class Scope:
@@ -119,7 +121,18 @@ def _check_declared(key: str, entry: MappingEntry, default: object) -> list[Prob
 
 
 def _unknown(name: str, entry: MappingEntry, section: type[Section], prefix: str, declared: Iterable[str]) -> Problem:
-    return Problem("unknown key", str(entry.key), prefix + name, explain_unknown(name, section, declared))
+    told = _of_other_rows(prefix, name) or explain_unknown(name, section, declared)
+    return Problem("unknown key", str(entry.key), prefix + name, told)
+
+
+def _of_other_rows(prefix: str, name: str) -> str:
+    """Which kinds of rows have a key that these do not have; empty where none has it."""
+    key = f"{prefix}{name}".removeprefix("data.").partition(".")[2]  # behind dataset_param or val_dataset_param
+    kinds = [kind for kind, keys in dataset_cards().items() if key in keys]
+    if not prefix.startswith("data.") or not kinds:
+        return ""
+    because = " Other rows have no features to extract: they are encoded while training." if name in _FEATURES else ""
+    return f"Rows of dataset_type {' or '.join(kinds)} have it, and these do not: leave it out.{because}"
 
 
 def explain_unknown(name: str, section: type[Section], declared: Iterable[str] = ()) -> str:

@@ -138,8 +138,12 @@ class TrajectoryFolder:
             atomic_write_text(self.path / _FACTS, json.dumps(self._facts, indent=1) + "\n")
 
     def has(self, identity: str) -> bool:
-        """Whether a sample's is there."""
-        return self._file(identity).is_file()
+        """Whether a sample's is there, whole."""
+        try:
+            with safe_open(self._file(identity), "pt") as opened:
+                return _STATES in opened.keys()  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError):
+            return False
 
     def write(self, identity: str, states: torch.Tensor) -> None:
         """Keep those of one sample, (kept, …), whole or not at all."""
@@ -169,7 +173,7 @@ class TrajectoryFolder:
             with safe_open(file, "pt") as opened:
                 states: torch.Tensor = opened.get_tensor(_STATES)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"cannot be read: {error}", where=str(file), way_out=f"Delete it. {AGAIN}") from error
+            raise DataError(f"cannot be read: {error}", where=str(file), way_out=AGAIN) from error
         if tuple(states.shape) != shape:
             raise DataError(
                 f"holds {tuple(states.shape)}, and the sample is {shape}",

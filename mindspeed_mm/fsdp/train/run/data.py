@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
+from mindspeed_mm.fsdp.data.dataset import FirstEpochView
 from mindspeed_mm.fsdp.params.argument import (
     DataArguments,
     ModelArguments,
@@ -20,7 +21,7 @@ from mindspeed_mm.fsdp.params.argument import (
     TrainingArguments,
 )
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.fsdp.params.rules.distillation import micro_batches_of_step
+from mindspeed_mm.fsdp.params.rules.distillation import micro_batches_of_step, reads_trajectories
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
@@ -110,6 +111,8 @@ def build_data(data: DataArguments, training: TrainingArguments, posttrain: Post
         train, validation = build_mm_dataset(
             data.dataset_param, seed=training.seed, val_dataset_param=data.val_dataset_param
         )
+    if reads_trajectories(arguments.posttrain):
+        train = FirstEpochView(train)
     return RunData(train, validation)
 
 

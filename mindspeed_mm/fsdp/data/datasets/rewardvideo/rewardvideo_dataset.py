@@ -102,6 +102,7 @@ class RewardVideoDataset(MMDataset):
 
     def measure(self, index: int) -> SampleSize:
         """The sizes of both questions together. Raises `DataError` as `__getitem__`."""
+        self._choices(self._numbers[index])
         sizes = [self.questions.measure(*asked, self.place(index)) for asked in self._asked(index).values()]
         return SampleSize(sum(size.tokens for size in sizes), sum(size.patches for size in sizes))
 
@@ -143,11 +144,15 @@ class RewardVideoDataset(MMDataset):
     def _choices(self, number: int) -> list[int]:
         """What row `number` says of each dimension: 1 for A, -1 for B, 0 for a tie, else `INVALID`."""
         row, found = self._rows.row(number), []
+        if row.keys().isdisjoint(DIMENSIONS):
+            what = f"has none of the columns {', '.join(DIMENSIONS)}, so that it would teach nothing"
+            way_out = "Give the choices under these names."
+            raise DataError(what, where=str(self._rows.place(number)), way_out=way_out)
         for name in DIMENSIONS:
             said = row.get(name)
             if said in (None, ""):
                 said = "invalid"
-            if said not in _CHOICES:
+            if not isinstance(said, str) or said not in _CHOICES:
                 what = f"{said!r:.80} is not one of {', '.join(_CHOICES)}"
                 raise DataError(what, where=str(self._rows.place(number)), key=name, way_out=_REPAIR)
             found.append(_CHOICES[said])
