@@ -155,12 +155,15 @@ class Transpose(OpOnEach):
 @dataclass(frozen=True)
 class Reshape(OpOnEach):
     """The same numbers, row after row, in `shape`, such as a convolution over patches as a linear layer's matrix.
-    `back` is the shape before, which undoes it; one length of each may be -1."""
+    `back` is the shape before, which undoes it and is checked; one length of each may be -1."""
 
     shape: tuple[int, ...]
     back: tuple[int, ...]
 
     def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        lengths = zip(tensor.shape, self.back, strict=False)
+        if len(tensor.shape) != len(self.back) or any(wanted not in (-1, length) for length, wanted in lengths):
+            raise ValueError(f"a tensor of shape {tensor.shape} is not {self.back}, of which {self.shape} is made")
         try:
             return Reshaped(tensor, self.shape)
         except RuntimeError as error:

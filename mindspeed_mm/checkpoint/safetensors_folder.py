@@ -22,6 +22,8 @@ from mindspeed_mm.core.model_kinds import expert_folders
 
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
+_PICKLED_STEMS = ("pytorch_model", "diffusion_pytorch_model")
+"""The same of pickles; their `from_pretrained` reads no others."""
 
 VAE_FILE = "ae.safetensors"
 """Beside the weights of a model that draws, the frozen autoencoder of its pictures."""
@@ -211,8 +213,12 @@ def _no_safetensors(folder: Path) -> ModelFolderError:
             where=str(pickles[0]),
             way_out="Do not load this file; get the weights as safetensors from a source that you trust.",
         )
+    what = f"only pickled weights here ({pickles[0].name}); they are never loaded"
+    if not any(path.name.startswith(_PICKLED_STEMS) for path in pickles):
+        way_out = "Name a model folder. Another layout needs a converter of your own: docs/conversion.md."
+        return ModelFolderError(what, where=str(folder), way_out=way_out)
     return ModelFolderError(
-        f"only pickled weights here ({pickles[0].name}); they are never loaded",
+        what,
         where=str(folder),
         way_out=f'If you trust them, convert them once: python -c "{_conversion(folder, pickles[0])}',
     )

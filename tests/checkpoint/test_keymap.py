@@ -114,6 +114,13 @@ def test_a_convolution_over_patches_is_a_matrix_and_comes_back() -> None:
         PATCHES.inverse.steps(lazy({"vision.conv.weight": torch.zeros(4, 9)}))
 
 
+@pytest.mark.parametrize("shape", [(4, 12), (4, 3), (4, 3, 1, 4), (4, 3, 2, 2, 1)])
+def test_a_reshape_takes_only_what_has_the_shape_before(shape: tuple[int, ...]) -> None:
+    """With its two shapes the wrong way round it would leave every tensor as it is, there and back."""
+    with pytest.raises(ModelFolderError, match=r"is not \(4, 3, 2, 2\), of which \(4, -1\) is made"):
+        PATCHES.steps(lazy({"vision.patch.weight": torch.zeros(shape)}))
+
+
 def test_neighbours_of_a_head_become_halves_as_the_guide_has_it() -> None:
     """Llama's published weights rotate neighbours, transformers' the halves of a head."""
     heads, width = 2, 6

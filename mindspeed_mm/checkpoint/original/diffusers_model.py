@@ -68,6 +68,35 @@ def told_version(hub: Tensors, family: GeneratorLayouts) -> str:
         return family.version(asked)
 
 
+def check_diffusers_model(tensors: Tensors, config: Json, source: Path) -> None:
+    """Compare tensors with the model that diffusers builds of a config.json: each once, in its shape, and no others.
+
+    Args:
+        tensors: By diffusers' names.
+        config: With `_class_name`.
+        source: What the tensors are made of, for errors.
+
+    Raises:
+        ModelFolderError: Tensors are missing or surplus, or have another shape; or diffusers has no class of the name
+            that the configuration gives.
+    """
+    class_name = str(config.get("_class_name"))
+    shapes = _shapes_in("diffusers", class_name, _GivenConfig(config, f"the configuration for {source}"))
+    if shapes is None:
+        raise ModelFolderError(
+            f"diffusers has no model {class_name}, so nothing can be compared",
+            where=f"the configuration for {source}",
+            key="_class_name",
+            way_out="Name a class of diffusers, or compare with a folder that holds weights: `check_same_tensors`.",
+        )
+    if problems := check_fits(tensors, shapes):
+        raise ModelFolderError(
+            f"{source} does not hold the model that its configuration describes, {class_name}. Check the rules of the "
+            "key map and the configuration.",
+            problems=first_problems(problems, most=10),
+        )
+
+
 def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
     """Compare with what a model wants.
 
@@ -168,7 +197,8 @@ def _config_problems(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig
 
 
 def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differences: list[Problem]) -> None:
-    shapes = _model_shapes(family, given)
+    class_name = str(given.content.get("_class_name", family.class_name))
+    shapes = _shapes_in(family.home, class_name, given)
     if shapes is None:
         problems = check_blocks(hub)
     else:
@@ -178,23 +208,21 @@ def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differen
         problems = differences + problems
     if not problems:
         return
-    class_name = given.content.get("_class_name", family.class_name)
     raise ModelFolderError(
         f"the weights are {family.name}, and do not fit {class_name} as {given.where} describes it. {_NAME_FOLDER}",
         problems=first_problems(problems, most=10),
     )
 
 
-def _model_shapes(family: GeneratorLayouts, given: _GivenConfig) -> dict[str, tuple[int, ...]] | None:
-    """Of the model's parameters and persistent buffers, without memory; None where diffusers, or its class of that
+def _shapes_in(home: str, class_name: str, given: _GivenConfig) -> dict[str, tuple[int, ...]] | None:
+    """Of the parameters and persistent buffers, without memory; None where diffusers, or its class of that
     name, is not there."""
-    class_name = str(given.content.get("_class_name", family.class_name))
     prepare_for_transformers()
     try:
         import diffusers  # an extra, and seconds to import
     except ImportError:
         return None
-    model_class: Any = getattr(importlib.import_module(family.home), class_name, None)
+    model_class: Any = getattr(importlib.import_module(home), class_name, None)
     is_model = isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)
     if not is_model:
         return None

@@ -59,6 +59,7 @@ def generator_of(keys: Iterable[str], where: str) -> tuple[GeneratorLayouts, Nam
         raise ModelFolderError(
             f"holds {len(keys)} tensors ({', '.join(sorted(keys)[:2])} …) that are none of {known}",
             where=where,
-            way_out="Name the folder or file that holds the transformer's weights.",
+            way_out="Name the folder or file that holds the transformer's weights. Another layout needs a converter "
+            "of your own: docs/conversion.md.",
         )
     return found

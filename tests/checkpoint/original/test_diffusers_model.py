@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert_generator
-from mindspeed_mm.checkpoint.original.diffusers_model import check_blocks, fitting_config, told_version
+from mindspeed_mm.checkpoint.original.diffusers_model import (
+    check_blocks,
+    check_diffusers_model,
+    fitting_config,
+    told_version,
+)
 from mindspeed_mm.checkpoint.original.families import GENERATORS
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
@@ -124,6 +129,27 @@ def test_the_model_of_the_told_configuration_has_these_keys_and_shapes(case: str
     with pytest.raises(ModelFolderError) as caught:
         fitting_config(tensors, weights)
     assert [problem.key for problem in caught.value.problems] == [first]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("proj_out.weight"), r"proj_out\.weight +is missing"),
+        (without("blocks.1."), r"blocks\.1\.attn1\.to_q\.weight +is missing"),
+        (replaced("ema.decay", torch.zeros(1)), r"ema\.decay +is not one of the model's"),
+        (replaced("proj_out.weight", torch.zeros(3)), r"proj_out\.weight +has shape \[3\]"),
+    ],
+)
+def test_tensors_of_a_plugin_s_converter_are_compared_with_its_configuration(
+    change: Callable[[dict[str, Any]], Any], message: str, hub: Path
+) -> None:
+    config, tensors = json.loads((hub / "config.json").read_text()), load_file(hub / STEM)
+    check_diffusers_model(lazy(tensors), config, Path("authors"))
+    change(tensors)
+    with pytest.raises(ModelFolderError, match=rf"authors does not hold [\s\S]*{message}"):
+        check_diffusers_model(lazy(tensors), config, Path("authors"))
+    with pytest.raises(ModelFolderError, match="diffusers has no model WanTransformer"):
+        check_diffusers_model(lazy(tensors), config | {"_class_name": "WanTransformer"}, Path("authors"))
 
 
 def test_a_version_that_no_tensor_tells_names_the_tensor() -> None:

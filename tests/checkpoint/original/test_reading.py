@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mindspeed_mm.checkpoint.original.reading import open_files
+from mindspeed_mm.checkpoint.original.reading import open_files, open_generator
 from mindspeed_mm.core.errors import ModelFolderError
 
 LANGUAGE, NORM, SIGHT = torch.arange(6.0).reshape(2, 3), torch.ones(3), torch.arange(4, dtype=torch.bfloat16)
@@ -34,3 +34,16 @@ def test_a_key_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_no_file_is_not_an_empty_model() -> None:
     with pytest.raises(ModelFolderError, match="no file of weights is named"), open_files([]):
         pass
+
+
+def test_a_layout_of_nobody_leads_to_a_converter_of_one_s_own(tmp_path: Path) -> None:
+    """No `from_pretrained` reads these files, with or without a config.json beside them."""
+    torch.save({"norm": NORM}, tmp_path / "a.pt")
+    with pytest.raises(ModelFolderError, match=r"none of VACE, .*converter of your own"), open_generator(tmp_path):
+        pass
+    torch.save({"embed": LANGUAGE}, tmp_path / "b.pt")
+    (tmp_path / "config.json").write_text("{}")
+    caught = pytest.raises(ModelFolderError, match=r"only pickled.*converter of your own")
+    with caught as error, open_generator(tmp_path):
+        pass
+    assert "from_pretrained" not in str(error.value)
