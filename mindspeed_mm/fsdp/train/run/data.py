@@ -111,7 +111,7 @@ def build_data(data: DataArguments, training: TrainingArguments, posttrain: Post
         train, validation = build_mm_dataset(
             data.dataset_param, seed=training.seed, val_dataset_param=data.val_dataset_param
         )
-    if reads_trajectories(arguments.posttrain):
+    if reads_trajectories(posttrain):
         train = FirstEpochView(train)
     return RunData(train, validation)
 
