@@ -9,7 +9,7 @@ from pathlib import Path
 MORE = 64
 MORE_BYTES = 512 * 2**20
 _OWN = Path("/proc/self/task")
-_MEMORY = Path("/proc/self/statm")
+_MEMORY = "/proc/self/statm"
 _left = 0
 """Threads that the last collection left."""
 _bytes_left = 0
@@ -43,4 +43,5 @@ def _threads() -> int:
 
 
 def _resident_bytes() -> int:
-    return int(_MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open(_MEMORY, encoding="ascii") as file:  # some tests replace the methods of paths, and end after this
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -298,7 +298,7 @@ class _Setup:
         return compose(text, {key: flow(value) for key, value in given.items()})
 
     def _data_lines(self, basic: JsonMapping) -> list[str]:
-        """The section `data`."""
+        """The lines of the section `data`, with what the rows need."""
         lines = ["data:", "  dataset_param:"]
         if self.family:
             lines.append(f"    dataset_type: {self.family}")
