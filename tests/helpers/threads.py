@@ -9,7 +9,6 @@ from pathlib import Path
 MORE = 64
 MORE_BYTES = 512 * 2**20
 _OWN = Path("/proc/self/task")
-_MEMORY = "/proc/self/statm"
 _left = 0
 """Threads that the last collection left."""
 _bytes_left = 0
@@ -43,5 +42,8 @@ def _threads() -> int:
 
 
 def _resident_bytes() -> int:
-    with open(_MEMORY, encoding="ascii") as file:  # some tests replace the methods of paths, and end after this
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # some tests replace the methods of paths, and end after this
+    try:
+        return int(os.read(file, 128).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    finally:
+        os.close(file)
