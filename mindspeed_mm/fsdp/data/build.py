@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.plugins import call_plugin
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -294,7 +295,7 @@ def collator_of(
     positions = None
     if dataset.basic_parameters.packs if packs is None else packs:
         positions = build_positions(
-            preprocess.model_name_or_path or str(getattr(processor, "name_or_path", "")),
+            preprocess.model_name_or_path or tokenizer_of(processor).name_or_path,
             processor,
             trust_remote_code=preprocess.trust_remote_code,
         )

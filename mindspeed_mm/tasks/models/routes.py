@@ -37,6 +37,8 @@ _PHRASES = {
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",
     r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
+    r"\bbring\b.*\bdata ?sets?\b": "plugin plugin",
+    r"\b(own|custom|new|write)\b.*\b(chat templates?|collators?|mm_plugins?|data ?sets? plugins?)\b": "plugin plugin",
     rf"\b{_HEARD}\b.*\bvision\b": "omni omni",
     rf"\bvision\b.*\b{_HEARD}\b": "omni omni",
     rf"\b{_ASKED}\b.*\b{_HEARD}\b": "omni",

@@ -498,7 +498,7 @@ ANY_MODEL: tuple[Topic, ...] = (
             "train": "mm train run.yaml",
         },
         "docs/architecture.md",
-        "a package that training.plugin names registers data sets and models: docs/plugins.md",
+        "a package that training.plugin names registers data sets, templates, collators and models: docs/plugins.md",
         recipes=_AS_USUAL,
     ),
 )
