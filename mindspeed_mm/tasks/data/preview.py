@@ -19,6 +19,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import seeded
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import PieceLocation
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
@@ -175,7 +177,11 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     else:
         reader = TokenReader(data.tokenizer())
         show = partial(_show_row, data.dataset, data.sample_check(), data.own_collator(), reader=reader)
-    return list(map(show, chosen))
+    shown = []
+    for index in chosen:
+        with seeded(data.arguments.training.seed, Pick(0, index)):  # what a sample draws is what it draws in training
+            shown.append(show(index))
+    return shown
 
 
 def _show_row(
