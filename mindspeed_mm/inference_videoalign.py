@@ -63,7 +63,9 @@ def score_videos() -> None:
 
 
 def _share(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
+    if value is None:
+        return "unknown"
+    return f"{value:.3f}"
 
 
 def main() -> None:

@@ -123,7 +123,9 @@ def pretrain(
 
 def _own(function: UserFunction) -> UserFunction | None:
     """A function of the user's; None for those of this module, which stand for the engine's own."""
-    return None if function in (forward_step, train_valid_test_datasets_provider) else function
+    if function in (forward_step, train_valid_test_datasets_provider):
+        return None
+    return function
 
 
 def _train(args: Namespace, callbacks: Callbacks) -> None:

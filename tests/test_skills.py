@@ -19,6 +19,8 @@ import transformers
 
 import mindspeed_mm
 from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.cli import mm_convert
+from mindspeed_mm.cli.converter_flags import taken
 from mindspeed_mm.cli.mm_convert import CONVERTERS
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from tests.helpers.documented_steps import blocks, command_lines, fits, follow
@@ -113,6 +115,20 @@ IN_OTHERS = ROOT / "skills" / "mindspeed-mm-pipeline" / "SKILL.md"
 def test_the_commands_of_a_guide_run_and_print_what_it_shows(page: Path, clone: Path) -> None:
     lines = follow(page)
     assert lines or "```sh" not in page.read_text(encoding="utf-8")
+
+
+def test_the_converter_of_the_guide_runs_when_it_is_listed(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listed converter's inputs are looked at first, by the names of its flags: none of them may be the target."""
+    page = ROOT / "skills" / "mindspeed-mm-fsdp2-model-only-vlm-migration" / "references" / "converter.md"
+    code, run = next(block for block in blocks(page) if block.file), next(b for b in blocks(page) if b.language == "sh")
+    (clone / code.file).parent.mkdir()
+    (clone / code.file).write_text(code.text, encoding="utf-8")
+    monkeypatch.setitem(CONVERTERS, "GlanceConverter", ("my_converters.glance_converter", "Glance's names."))
+    for line in command_lines(run)[:2]:
+        plugin, words = taken("--plugin", line.split()[1:])
+        assert plugin == [code.file]
+        assert mm_convert.run(words) == 0
+    assert (clone / "authors" / "model.safetensors").is_file() and (clone / "back" / "model.safetensors").is_file()
 
 
 def test_a_command_that_fails_or_prints_something_else_is_found(clone: Path) -> None:

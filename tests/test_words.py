@@ -36,16 +36,17 @@ _AUDIENCE = re.compile(r"(Generators|Language models|Qwen3-Omni|(With|For|To) [^
 """What some texts begin with: `Generators: …`."""
 
 
-def points_elsewhere(text: str) -> bool:
-    """Whether a help text needs the one before or after it."""
+def points_elsewhere(text: str) -> str:
+    """The words of a help text that need the one before or after it; empty: there are none."""
     first_clause = re.split(r"[.;:(]", _AUDIENCE.sub("", text, count=1))[0]
-    return bool(_NEIGHBOUR.search(text) or _POINTING.search(first_clause))
+    found = _FRAGMENT.match(text) or _NEIGHBOUR.search(text) or _POINTING.search(first_clause)
+    return found[0] if found else ""
 
 
 def unreadable_help(text: str) -> bool:
     """Whether a help text cannot be read alone: too short, a fragment of the sentence that its key would begin, or one
     that points at another key."""
-    return len(text.split()) < 5 or bool(_FRAGMENT.match(text)) or points_elsewhere(text)
+    return len(text.split()) < 5 or bool(points_elsewhere(text))
 
 
 def options_of(command: click.Command, name: str = "mm") -> Iterator[tuple[str, str]]:
@@ -69,7 +70,8 @@ def test_every_help_text_can_be_read_alone() -> None:
 def test_every_help_text_of_an_option_can_be_read_alone() -> None:
     options = dict(options_of(main.cli))
     assert len(options) > 100
-    assert {name: text for name, text in options.items() if _FRAGMENT.match(text) or points_elsewhere(text)} == {}
+    found = {name: f"'{words}' in: {text}" for name, text in options.items() if (words := points_elsewhere(text))}
+    assert found == {}
 
 
 @pytest.mark.parametrize(

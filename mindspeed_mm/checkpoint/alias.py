@@ -48,11 +48,15 @@ class AliasLoader(InspectLoader):
 
     @override
     def get_source(self, fullname: str) -> str | None:
-        return self.real.loader.get_source(self.real.name) if isinstance(self.real.loader, InspectLoader) else None
+        if isinstance(self.real.loader, InspectLoader):
+            return self.real.loader.get_source(self.real.name)
+        return None
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Code, for `python -m alias.x`."""
-        return self.real.loader.get_code(self.real.name) if isinstance(self.real.loader, InspectLoader) else None
+        if isinstance(self.real.loader, InspectLoader):
+            return self.real.loader.get_code(self.real.name)
+        return None
 
 
 def install_alias(alias: str, package: str) -> None:

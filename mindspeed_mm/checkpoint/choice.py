@@ -28,7 +28,9 @@ class Choice:
     def folder(self) -> Path:
         """The folder of the step, of the newest one in a run folder."""
         steps = layout.list_iterations(self.path)
-        return layout.checkpoint_folder(self.path, steps[-1]) if steps else self.path
+        if steps:
+            return layout.checkpoint_folder(self.path, steps[-1])
+        return self.path
 
     def __str__(self) -> str:
         return f"step {int(self.folder.name.removeprefix('iter_'))} ({self.why})"

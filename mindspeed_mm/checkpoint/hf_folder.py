@@ -79,7 +79,9 @@ class DtypeRule:
     def cast(self, key: str, tensor: LazyTensor) -> LazyTensor:
         """Tensor `key` in the dtype to write it in."""
         dtype = self(key, tensor.dtype)
-        return tensor if tensor.dtype == dtype else Cast(tensor, dtype)
+        if tensor.dtype == dtype:
+            return tensor
+        return Cast(tensor, dtype)
 
 
 def config_dtype(source: Path) -> torch.dtype | None:
@@ -90,7 +92,9 @@ def config_dtype(source: Path) -> torch.dtype | None:
         name = section.get("dtype") or section.get("torch_dtype")
         if isinstance(name, str):
             found = vars(torch).get(name.removeprefix("torch."))
-            return found if isinstance(found, torch.dtype) else None
+            if isinstance(found, torch.dtype):
+                return found
+            return None
     return None
 
 
@@ -347,4 +351,6 @@ def _with_dtype(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    return read_json_object(path, ModelFolderError) if path.exists() else {}
+    if path.exists():
+        return read_json_object(path, ModelFolderError)
+    return {}

@@ -308,7 +308,9 @@ class SwapTo(OpOnEach):
 
     def _inverse(self) -> Op:
         last = len(self.shape) - 1
-        return _Same() if self.as_module else Transpose(last - 1, last)
+        if self.as_module:
+            return _Same()
+        return Transpose(last - 1, last)
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,9 @@ def in_order_of_module(version: object) -> bool | None:
         None where nothing is said.
     """
     major = str(version or "").partition(".")[0]
-    return int(major) >= 5 if major.isdecimal() else None
+    if major.isdecimal():
+        return int(major) >= 5
+    return None
 
 
 def oriented(tensor: LazyTensor, swapped: LazyTensor, shape: tuple[int, ...], as_module: bool | None) -> LazyTensor:
@@ -415,4 +419,6 @@ def oriented(tensor: LazyTensor, swapped: LazyTensor, shape: tuple[int, ...], as
         as_module = tensor.shape == shape
     elif as_module is None:
         raise UnknownOrder(f"{shape} ends in a square: its shape does not show which way round it is stored")
-    return tensor if as_module else swapped
+    if as_module:
+        return tensor
+    return swapped

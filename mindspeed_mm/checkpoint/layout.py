@@ -61,7 +61,9 @@ def read_tracker(save: Path) -> str | None:
         text = (save / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return text if text == RELEASE or _STEP.fullmatch(text) else None
+    if text == RELEASE or _STEP.fullmatch(text):
+        return text
+    return None
 
 
 def tracker_text(save: Path) -> str:

@@ -409,7 +409,9 @@ def _check_same_dtype(parts: Sequence[LazyTensor], what: str) -> None:
 
 def _key_words(tensor: LazyTensor) -> str:
     key = next(stored_keys(tensor), None)
-    return f" ({key})" if key else ""
+    if key:
+        return f" ({key})"
+    return ""
 
 
 def _slices(region: Region) -> tuple[slice, ...]:

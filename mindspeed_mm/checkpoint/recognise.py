@@ -117,5 +117,8 @@ def _unknown(path: Path) -> CheckpointError:
     else:
         content = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
         what = f"is neither a checkpoint nor a model folder: it holds {content}"
-        way_out = "Give a run folder, an iter_* folder in it, or a Hugging Face folder."
+        way_out = (
+            "Give a run folder, an iter_* folder in it, or a Hugging Face folder. Another layout needs a converter of "
+            "your own: docs/conversion.md."
+        )
     return CheckpointError(what, where=str(path), way_out=way_out)

@@ -169,7 +169,9 @@ def _find_index(folder: Path) -> Path | None:
         if (index := folder / f"{stem}.safetensors.index.json").exists():
             return index
     others = sorted(folder.glob("*.safetensors.index.json"))
-    return others[0] if len(others) == 1 else None
+    if len(others) == 1:
+        return others[0]
+    return None
 
 
 def _single_file(folder: Path) -> Path:

@@ -78,7 +78,9 @@ def step_of_weights(folder: Path) -> Path | None:
 
     names = DcpReader(step).model_tensors().keys()
     is_base = bool(names) and all(name.startswith(UNDER_ADAPTERS) for name in names)
-    return step if is_base or recognise_generator(names) is not None else None
+    if is_base or recognise_generator(names) is not None:
+        return step
+    return None
 
 
 def _of_step(step: Path) -> dict[str, LazyTensor]:
@@ -122,4 +124,6 @@ def stored_files(folder: Path) -> list[Path]:
 def _in_folder(folder: Path, problem: Problem) -> Problem:
     """With the folder in front of a place that is told within it."""
     inside = problem.where
-    return problem if str(folder) in inside else replace(problem, where=": ".join(filter(None, [str(folder), inside])))
+    if str(folder) in inside:
+        return problem
+    return replace(problem, where=": ".join(filter(None, [str(folder), inside])))

@@ -135,7 +135,9 @@ def loading_steps(
             return target
         name, _ = rename_source_key(key, renamings, [])
         prefix = f"{model.base_model_prefix}."
-        return name if target.startswith(prefix) else name.removeprefix(prefix)
+        if target.startswith(prefix):
+            return name
+        return name.removeprefix(prefix)
 
     steps = _rule_steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]

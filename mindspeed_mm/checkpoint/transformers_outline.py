@@ -70,8 +70,14 @@ class TransformersOutline:
                 f"transformers cannot build {names[0]} from it: {error}", where=str(folder / "config.json")
             ) from error
 
-    def own_tensors(self, stored: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
+    def own_tensors(
+        self, stored: Mapping[str, LazyTensor], source: Path | None = None
+    ) -> tuple[dict[str, LazyTensor], list[str]]:
         """A folder's tensors under the model's names, each once.
+
+        Args:
+            stored: By key.
+            source: What they are made of, for errors, where that is not the folder.
 
         Returns:
             The tensors, and the stored keys that the model has no place for.
@@ -99,7 +105,7 @@ class TransformersOutline:
             if name in made:
                 self.tied_keys[homes[alias]] = name
             made[name] = Agreeing([made[name], copy], [name, alias]) if name in made else copy
-        self._check(made, self.folder)
+        self._check(made, source or self.folder)
         return {name: made[name] for name in self.shapes if name in made}, surplus
 
     def unused(self, surplus: Iterable[str], *, where: Path, allowed: bool) -> dict[str, str]:
@@ -176,6 +182,37 @@ class TransformersOutline:
             what = f"{source} does not hold the model that {self.folder / 'config.json'} describes, {name}"
             way_out = ". Name the folder of the model that was saved." if source != self.folder else ""
             raise ModelFolderError(what + way_out, problems=problems)
+
+
+def check_whole_model(tensors: Mapping[str, LazyTensor], folder: Path, source: Path) -> None:
+    """Compare tensors with the model that a config.json describes: each once, in its shape, and no others.
+
+    Args:
+        tensors: By the keys of a Hugging Face folder, in any form that transformers loads.
+        folder: With config.json; it needs no weights.
+        source: What the tensors are made of, for errors.
+
+    Raises:
+        ModelFolderError: Tensors are missing or surplus, or have another shape; or transformers has no class of the
+            name that config.json gives.
+    """
+    outline = TransformersOutline.of(folder)
+    if outline is None:
+        raise ModelFolderError(
+            "transformers has no class for its architectures, so nothing can be compared",
+            where=str(folder / "config.json"),
+            key="architectures",
+            way_out="Compare with a folder that holds weights: `check_same_tensors`.",
+        )
+    _, surplus = outline.own_tensors(tensors, source)
+    unread = outline.unused(surplus, where=source, allowed=True)
+    problems = [Problem(why, key=key) for key, why in unread.items() if why == NO_PLACE]
+    if problems:
+        raise ModelFolderError(
+            f"{source} holds more than {type(outline.model).__name__}. Check config.json, or name what is not to be "
+            "written in `left_out` of Conversion.",
+            problems=first_problems(problems),
+        )
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

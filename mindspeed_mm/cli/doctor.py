@@ -38,4 +38,6 @@ def command(request: DoctorRequest) -> int:
         for finding in findings:
             say(finding.line())
         say("no problems" if not count else f"{count} problem{'s' if count > 1 else ''}")
-    return ExitCode.ENVIRONMENT if count else ExitCode.OK
+    if count:
+        return ExitCode.ENVIRONMENT
+    return ExitCode.OK

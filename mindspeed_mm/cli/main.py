@@ -136,7 +136,9 @@ def run(arguments: Sequence[str]) -> int:
 
     def call() -> int:
         result = cli.main(words, prog_name="mm", standalone_mode=False)
-        return result if isinstance(result, int) else ExitCode.OK
+        if isinstance(result, int):
+            return result
+        return ExitCode.OK
 
     return guarded(call, as_json="--json" in words)
 
@@ -207,7 +209,9 @@ def _format_warning(
         return ""
     if category is not UserWarning or not Path(filename).is_relative_to(_PACKAGE):
         return _python_format(message, category, filename, lineno, line)
-    return f"warning: {visible(without_secrets(str(message)))}\n" if os.environ.get("RANK", "0") == "0" else ""
+    if os.environ.get("RANK", "0") == "0":
+        return f"warning: {visible(without_secrets(str(message)))}\n"
+    return ""
 
 
 def _report(message: str, code: int, as_json: bool, problems: Sequence[Problem] = ()) -> int:

@@ -137,7 +137,9 @@ def run(words: list[str]) -> int:
     built_with, words = _constructor_words(converter, words)
     if len(words) == 1:
         say(_converter_help(converter))
-        return ExitCode.OK if wants_help else ExitCode.USAGE
+        if wants_help:
+            return ExitCode.OK
+        return ExitCode.USAGE
     name, method = _subcommand(converter, words[1])
     if wants_help:
         say(_subcommand_help(converter, name, method))

@@ -42,4 +42,6 @@ def command(request: QuickstartRequest) -> int:
         say_json(asdict(learned), indent=2)
     else:
         say("\nNext:\n" + "\n".join(f"  {line}" for line in next_steps(learned)))
-    return ExitCode.OK if learned.is_good else ExitCode.DIVERGED
+    if learned.is_good:
+        return ExitCode.OK
+    return ExitCode.DIVERGED

@@ -112,7 +112,9 @@ def _type_of(each: RequestField) -> object:
         return click.STRING
     if int in each.types:
         low, high = _whole_number(declared.least), _whole_number(declared.most)
-        return click.INT if low is None and high is None else click.IntRange(low, high)
+        if low is None and high is None:
+            return click.INT
+        return click.IntRange(low, high)
     if float in each.types:
         least = declared.above if declared.least is None else declared.least
         if least is None and declared.most is None:
@@ -122,7 +124,9 @@ def _type_of(each: RequestField) -> object:
 
 
 def _whole_number(number: float | None) -> int | None:
-    return None if number is None else int(number)
+    if number is None:
+        return None
+    return int(number)
 
 
 def _finite(_context: click.Context, parameter: click.Parameter, value: object) -> object:

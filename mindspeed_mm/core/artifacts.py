@@ -109,7 +109,9 @@ def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
 
 def _finite(value: object) -> object:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -205,7 +207,9 @@ def _pid_namespace() -> str:
     other process shares."""
     try:
         shows_us = Path("/proc/self").readlink().name == str(os.getpid())
-        return Path("/proc/self/ns/pid").readlink().name if shows_us else f"unseen-{uuid.uuid4()}"
+        if shows_us:
+            return Path("/proc/self/ns/pid").readlink().name
+        return f"unseen-{uuid.uuid4()}"
     except OSError:
         return ""
 
@@ -217,7 +221,9 @@ def _start_ticks(pid: int) -> str:
     except OSError:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
-    return "" if state == "Z" else fields[18]
+    if state == "Z":
+        return ""
+    return fields[18]
 
 
 def process_age_s() -> float:

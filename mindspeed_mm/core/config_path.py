@@ -11,7 +11,9 @@ Tree = TypeVar("Tree")
 
 def dotted(section: str, key: object) -> str:
     """The path of a key in a section; of one at the top the key alone."""
-    return f"{section}.{key}" if section else str(key)
+    if section:
+        return f"{section}.{key}"
+    return str(key)
 
 
 def value_at(tree: Any, key: str, absent: Any = None) -> Any:

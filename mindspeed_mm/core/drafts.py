@@ -24,7 +24,9 @@ recently is taken to be in use."""
 def boot_id() -> str:
     """Identity of this machine's current boot; empty where the system has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+    if path.exists():
+        return path.read_text().strip()
+    return ""
 
 
 def new_name(folder: Path, kind: str) -> Path:

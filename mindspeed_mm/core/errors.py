@@ -56,7 +56,9 @@ def first_problems(problems: Iterable[Problem], most: int = 5) -> list[Problem]:
 def first_names(names: Sequence[str], most: int = 5) -> str:
     """`a, b, c and 3 more`: the first of many names for a message."""
     shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+    if len(names) > most:
+        return f"{shown} and {len(names) - most:,} more"
+    return shown
 
 
 class MMError(Exception):
@@ -150,7 +152,9 @@ class CollectedErrors:
 
 def count_problems(where: object, problems: Sequence[Problem]) -> str:
     """The headline over the problems of a file: `run.yaml: 2 problems`."""
-    return f"{where}: 1 problem" if len(problems) == 1 else f"{where}: {len(problems)} problems"
+    if len(problems) == 1:
+        return f"{where}: 1 problem"
+    return f"{where}: {len(problems)} problems"
 
 
 def align(problems: Sequence[Problem]) -> list[str]:

@@ -129,7 +129,9 @@ def first_line_has(*keys: str, beside_others: bool = False) -> IsOurs:
         record = _object_in(head.split(b"\n", 1)[0])
         if record is None:
             return False
-        return set(keys) <= record.keys() if beside_others else record.keys() == set(keys)
+        if beside_others:
+            return set(keys) <= record.keys()
+        return record.keys() == set(keys)
 
     return is_ours
 
@@ -164,7 +166,9 @@ def _object_in(content: bytes) -> JsonObject | None:
         record = parse_json(content)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    if isinstance(record, dict):
+        return record
+    return None
 
 
 def _is_page(head: bytes) -> bool:

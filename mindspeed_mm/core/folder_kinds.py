@@ -30,7 +30,9 @@ def read_marker(folder: Path) -> JsonObject | None:
     """The content of a folder's marker; None when it has none that is ours."""
     content = _read_json(folder / MARKER)
     is_ours = isinstance(content, dict) and content.get("format") == MARKER_FORMAT
-    return content if is_ours else None
+    if is_ours:
+        return content
+    return None
 
 
 def entries_of(folder: Path) -> Iterator[str]:
@@ -79,7 +81,9 @@ def is_touched(folder: Path) -> bool:
 
 def _listed(folder: Path) -> JsonObject | list[Any]:
     entries = (read_marker(folder) or {}).get("entries")
-    return entries if isinstance(entries, dict | list) else []
+    if isinstance(entries, dict | list):
+        return entries
+    return []
 
 
 def _is_as_it_was(found: list[int] | None, listed: object) -> bool:
@@ -132,7 +136,9 @@ def kind_of(folder: Path) -> str | None:
         return "a checkpoint"
     if is_model(folder):
         return "a model folder"
-    return "a run folder" if is_run(folder) else None
+    if is_run(folder):
+        return "a run folder"
+    return None
 
 
 def is_feature_set(folder: Path) -> bool:

@@ -155,7 +155,9 @@ def _sibling(path: Path, name: object) -> Path | None:
         pass
     except (OSError, ValueError):
         return None
-    return found if isinstance(name, str) else None
+    if isinstance(name, str):
+        return found
+    return None
 
 
 def _remove_dead(folder: Path) -> None:

@@ -57,7 +57,9 @@ def whole_number(text: str) -> int:
 def fraction(text: str) -> float:
     """`float` of a JSON number; `ValueError` for one that is too large."""
     value = float(text)
-    return value if math.isfinite(value) else _not_finite(text)
+    if math.isfinite(value):
+        return value
+    return _not_finite(text)
 
 
 def _not_finite(text: str) -> float:
@@ -92,4 +94,6 @@ def read_json_object(
 def _kind(content: object) -> str:
     if isinstance(content, list):
         return "a list"
-    return "nothing (null)" if content is None else f"the value {json.dumps(content)[:40]}"
+    if content is None:
+        return "nothing (null)"
+    return f"the value {json.dumps(content)[:40]}"

@@ -125,7 +125,9 @@ class _KeptHash:
         except (OSError, ValueError):
             return None
         is_same = content.get("path") == self._name and tuple(content.get("mark", ())) == self._mark
-        return str(content["sha256"]) if is_same else None
+        if is_same:
+            return str(content["sha256"])
+        return None
 
     def _keep(self, found: str) -> None:
         told = json.dumps({"path": self._name, "mark": self._mark, "sha256": found})

@@ -33,7 +33,9 @@ class MediaSize:
         beside = [f"{self.sound} positions of sound"] if self.sound else []
         if self.pictures:
             beside.append("a further picture" if self.pictures == 1 else f"{self.pictures} further pictures")
-        return f"{size} with {' and '.join(beside)}" if beside else size
+        if beside:
+            return f"{size} with {' and '.join(beside)}"
+        return size
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ class MediaGeometry:
             elif largest is not None and side > largest:
                 rules.append(f"the {name} must be at most {largest}")
         if not self.is_video:
-            return rules if size.frames == 1 else [*rules, "images have one frame"]
+            if size.frames == 1:
+                return rules
+            return [*rules, "images have one frame"]
         if self.frame_group:
             if size.frames != 1 and (size.frames % self.frame_group or size.frames < 1):
                 rules.append(f"frames must be 1 or {self.frame_group}k")
@@ -194,4 +198,6 @@ class SoundGeometry:
 def _nearest_multiple(value: int, step: int, least: int, most: int | None = None) -> int:
     below = value // step * step
     nearest = max(least, below if value - below <= below + step - value else below + step)
-    return nearest if most is None else min(nearest, most)
+    if most is None:
+        return nearest
+    return min(nearest, most)

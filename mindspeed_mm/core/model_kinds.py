@@ -102,7 +102,9 @@ EXPERT_PARTS = ("transformer", "transformer_2")
 def expert_folders(folder: Path) -> list[Path]:
     """Both folders of a generator with two transformers; none of any other folder."""
     parts = [folder / name for name in EXPERT_PARTS]
-    return parts if all(map(Path.is_dir, parts)) else []
+    if all(map(Path.is_dir, parts)):
+        return parts
+    return []
 
 
 def kind_of_folder(folder: str | Path | None) -> ModelKind:
@@ -111,7 +113,9 @@ def kind_of_folder(folder: str | Path | None) -> ModelKind:
         return LANGUAGE
     if (Path(folder) / GENERATOR_INDEX).is_file():
         return GENERATOR
-    return UNIFIED if _model_type(Path(folder) / "config.json") in UNIFIED_TYPES else LANGUAGE
+    if _model_type(Path(folder) / "config.json") in UNIFIED_TYPES:
+        return UNIFIED
+    return LANGUAGE
 
 
 def _model_type(config: Path) -> object:
@@ -122,4 +126,6 @@ def _model_type(config: Path) -> object:
         model_type = read_json_object(config, ModelFolderError).get("model_type")
     except ModelFolderError:
         return None
-    return model_type if isinstance(model_type, str) else None
+    if isinstance(model_type, str):
+        return model_type
+    return None

@@ -129,7 +129,9 @@ def hide(value: object, key: str = "") -> object:
         return {name: hide(item, _key_of(key, str(name))) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [hide(item, key) for item in value]
-    return REDACTED if _hides(key, value) else value
+    if _hides(key, value):
+        return REDACTED
+    return value
 
 
 def without_credentials(value: object) -> object:
@@ -140,7 +142,9 @@ def without_credentials(value: object) -> object:
         return {name: without_credentials(value[name]) for name in names}
     if isinstance(value, list | tuple):
         return [without_credentials(item) for item in value]
-    return without_passwords(value).replace(f"{REDACTED}@", "") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return without_passwords(value).replace(f"{REDACTED}@", "")
+    return value
 
 
 def is_below_secret(names: Sequence[str]) -> bool:
@@ -154,7 +158,9 @@ def is_below_secret(names: Sequence[str]) -> bool:
 def _key_of(holder: str, name: str) -> str:
     """What an entry counts as: everything below `headers`, or below a secret key, is secret."""
     is_below = holder.lower() in HEADERS or is_secret_name(holder)
-    return holder if is_below else name
+    if is_below:
+        return holder
+    return name
 
 
 def _hides(key: str, value: object) -> bool:
@@ -169,4 +175,6 @@ def _cleaned(value: object) -> object:
         return {name: _cleaned(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_cleaned(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return without_secrets(value)
+    return value

@@ -110,7 +110,9 @@ class RequestField:
     def choices(self) -> tuple[str, ...]:
         """The words that are allowed; empty: any."""
         (kind, *_) = self.types
-        return get_args(kind) if get_origin(kind) is Literal else ()
+        if get_origin(kind) is Literal:
+            return get_args(kind)
+        return ()
 
     @property
     def flag(self) -> str:
@@ -123,7 +125,9 @@ class RequestField:
     def help(self) -> str:
         """Text of `--help`, which names the kind of models that the option is for."""
         only = self.declared.only
-        return f"{only.title}: {_lower(self.declared.help)}" if only is not None else self.declared.help
+        if only is not None:
+            return f"{only.title}: {_lower(self.declared.help)}"
+        return self.declared.help
 
     def check(self, value: Any) -> None:
         """Raise `UsageError` for a value that this field cannot have."""
@@ -182,6 +186,15 @@ class Request:
         """
         for each in fields_of(type(self)):
             each.check(getattr(self, each.name))
+
+    @classmethod
+    def flag_of(cls, name: str) -> str:
+        """The option that sets a field, as it is written on the command line; messages name it.
+
+        Raises:
+            KeyError: The request has no such field.
+        """
+        return {each.name: each.flag for each in fields_of(cls)}[name]
 
 
 def fields_of(kind: type[Request]) -> tuple[RequestField, ...]:
@@ -253,9 +266,13 @@ def words_of(request: Request, *, with_arguments: bool = True) -> list[str]:
 def short(value: object) -> str:
     """A value as messages show it, however long it is."""
     text = str(value) if isinstance(value, Path) else reprlib.repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 3]}..."
 
 
 def _lower(text: str) -> str:
     """A sentence as it goes on after a colon: a capital that is one of several stays, as in `VAE`."""
-    return text if text[1:2].isupper() else f"{text[0].lower()}{text[1:]}"
+    if text[1:2].isupper():
+        return text
+    return f"{text[0].lower()}{text[1:]}"

@@ -17,7 +17,9 @@ def nearest(word: str, known: Iterable[str], most: int = 1, likeness: float = 0.
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"Did you mean 'x'? "` with a trailing space, or an empty string when nothing is near."""
     found = nearest(word, known)
-    return f"Did you mean '{found[0]}'? " if found else ""
+    if found:
+        return f"Did you mean '{found[0]}'? "
+    return ""
 
 
 def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | None:
@@ -33,7 +35,9 @@ def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | 
         return None
     by_stem = {entry.stem.lower(): entry for entry in sorted(path.parent.iterdir()) if fits(entry)}
     near = nearest(path.stem.lower(), by_stem, likeness=0.75)
-    return by_stem[near[0]] if near else None
+    if near:
+        return by_stem[near[0]]
+    return None
 
 
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".yaml", ".yml")

@@ -73,4 +73,8 @@ def _as_json(found: re.Match[str]) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
-    return "\\r" if code == 13 else f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    if code == 13:
+        return "\\r"
+    if code < 256:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}"

@@ -31,7 +31,9 @@ def build_mm_dataset(dataset_param: object = None) -> MMDataset | tuple[MMDatase
     train, held_out = build_datasets(
         arguments.data.dataset_param, seed=arguments.training.seed, val_dataset_param=arguments.data.val_dataset_param
     )
-    return train if held_out is None else (train, held_out)
+    if held_out is None:
+        return train
+    return (train, held_out)
 
 
 def build_mm_dataloader(dataset: object, dataloader_param: object = None, **_: object) -> MicroBatchLoader:

@@ -19,7 +19,9 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """How many ranks read different samples."""
     state = get_parallel_state()
-    return state.data_size * get_context_parallel_world_size() if with_context_parallel else state.data_size
+    if with_context_parallel:
+        return state.data_size * get_context_parallel_world_size()
+    return state.data_size
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:

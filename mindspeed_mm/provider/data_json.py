@@ -162,7 +162,9 @@ def _settings(root: Node) -> Iterator[str]:
 def processor_folder(reading: Reading) -> str | None:
     """The folder that data.json reads conversations with."""
     folder = reading.draft.value(PROCESSOR)
-    return folder if isinstance(folder, str) else None
+    if isinstance(folder, str):
+        return folder
+    return None
 
 
 # --- rows of older readers --------------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ def flag_of_key() -> dict[str, str]:
 
 def _setting(key: str, value: str) -> str:
     flag = flag_of_key().get(key)
-    return f"{flag} {value}" if flag else f"{_SET} {key}={value}"
+    if flag:
+        return f"{flag} {value}"
+    return f"{_SET} {key}={value}"
 
 
 def _in_flags(problem: Problem) -> Problem:

@@ -114,4 +114,6 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
         if other not in rows or not rows[other].refused:
             bare[other.lstrip("-")] = other
     found = nearest(name.lstrip("-"), bare, likeness=_LIKENESS)
-    return bare[found[0]] if found else ""
+    if found:
+        return bare[found[0]]
+    return ""

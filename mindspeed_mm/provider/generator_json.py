@@ -235,7 +235,9 @@ def expert_of(shares: Mapping[str, float]) -> str | None:
     """Of Wan2.2's two transformers the one that has these steps: the first has those from pure noise on."""
     if shares["min"] == 0 and shares["max"] < 1:
         return EXPERT_PARTS[0]
-    return EXPERT_PARTS[1] if shares["min"] > 0 and shares["max"] == 1 else None
+    if shares["min"] > 0 and shares["max"] == 1:
+        return EXPERT_PARTS[1]
+    return None
 
 
 def _put_samples(reading: Reading, root: Node) -> None:

@@ -52,10 +52,14 @@ def place_at(root: Node, key: str) -> SourcePosition:
 
 def entries_of(node: Node) -> dict[str, MappingEntry]:
     """The entries of an object; none of anything else."""
-    return node.value if isinstance(node.value, dict) else {}
+    if isinstance(node.value, dict):
+        return node.value
+    return {}
 
 
 def entries_at(root: Node, name: str) -> dict[str, MappingEntry]:
     """The entries of the object of a name; none where there is no such object."""
     entry = find(root, name)
-    return entries_of(entry.node) if entry is not None else {}
+    if entry is not None:
+        return entries_of(entry.node)
+    return {}

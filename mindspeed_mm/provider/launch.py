@@ -267,13 +267,17 @@ def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, st
             return known or default
         is_empty = name in values or name in environment
         is_group = name.endswith("ARGS")  # of flags, which a copied script names and does not have
-        return "" if is_empty or is_group else f"\0{name}{_NEVER_SET}\0"
+        if is_empty or is_group:
+            return ""
+        return f"\0{name}{_NEVER_SET}\0"
 
     def total(match: re.Match[str]) -> str:
         inner = _VARIABLE.sub(value, match[1])
         inner = re.sub(r"(?<![\w\0])[A-Za-z_]\w*(?!\0)", lambda found: values.get(found[0], f"\0{found[0]}\0"), inner)
         unknown = _UNKNOWN.search(inner)
-        return unknown[0] if unknown else _sum(inner)
+        if unknown:
+            return unknown[0]
+        return _sum(inner)
 
     return _VARIABLE.sub(value, _COMMAND.sub("\0$(…)\0", _ARITHMETIC.sub(total, text)))
 

@@ -97,4 +97,6 @@ def _even_stages(reading: Reading) -> list[int]:
     """Layers of each stage where nobody says how they are cut: as Megatron cuts them, all equal."""
     stages = reading.size("pipeline_parallel_size") * reading.draft.value("parallel.pp_plan.virtual_stages", 1)
     layers = reading.decoder_layers
-    return [] if layers is None or layers % stages else [layers // stages] * stages
+    if layers is None or layers % stages:
+        return []
+    return [layers // stages] * stages

@@ -37,7 +37,9 @@ _ONLY_NOTED = frozenset({"layernorm_epsilon", "rope_theta", "ffn_hidden_size of 
 def layers_of(config: HubConfig) -> int | None:
     """Number of layers of the language model in a config.json."""
     layers = text_config(config).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else None
+    if isinstance(layers, int):
+        return layers
+    return None
 
 
 def text_config(config: HubConfig) -> HubConfig:

@@ -33,7 +33,9 @@ class ModuleNames:
 
     def of_decoder(self, name: str) -> str:
         """A module of the decoder."""
-        return f"{self.decoder}.{name}" if self.decoder else name
+        if self.decoder:
+            return f"{self.decoder}.{name}"
+        return name
 
 
 def _qwen(
@@ -201,4 +203,6 @@ def _modules(part: str, names: ModuleNames) -> list[str]:
     found = vars(names)[part]
     if isinstance(found, tuple):
         return list(found)
-    return [found] if found else []
+    if found:
+        return [found]
+    return []

@@ -213,7 +213,9 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def count_of(problems: Sequence[Problem]) -> str:
     """Return the number of problems in words, `1 problem` or `2 problems`."""
-    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    if len(problems) == 1:
+        return "1 problem"
+    return f"{len(problems)} problems"
 
 
 # --- one YAML ---------------------------------------------------------------------------------------------------------

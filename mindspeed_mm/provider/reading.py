@@ -78,7 +78,9 @@ class Draft:
     def value(self, key: str, default: object = None) -> Any:
         """What a key has so far."""
         value = value_at_key(self.root, key)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def has(self, key: str) -> bool:
         """Whether a key is set, be it to null."""
@@ -87,7 +89,9 @@ class Draft:
     def place(self, key: str) -> SourcePosition:
         """Where a key got its value."""
         entry = find(self.root, key)
-        return entry.node.place if entry is not None else SourcePosition(key)
+        if entry is not None:
+            return entry.node.place
+        return SourcePosition(key)
 
     def note(self, words: str) -> None:
         """Tell a person something, once."""
@@ -101,7 +105,9 @@ class Draft:
 
 def _as_plain(value: object) -> object:
     """A value as files hold it: lists, not tuples."""
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return value
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -143,7 +149,9 @@ class Reading:
     def value(self, dest: str, default: object = None) -> Any:
         """A flag's value: what was given, or else Megatron's default."""
         value = getattr(self.namespace, dest, None)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def place(self, dest: str) -> SourcePosition:
         """Where a flag was given."""
@@ -156,7 +164,9 @@ class Reading:
     def size(self, name: str) -> int:
         """A key of `parallel` as it stands, 1 where it is not given or is no number."""
         value = self.draft.value(f"parallel.{name}", 1)
-        return value if isinstance(value, int) and value > 0 else 1
+        if isinstance(value, int) and value > 0:
+            return value
+        return 1
 
     @property
     def context(self) -> int:

@@ -43,7 +43,9 @@ def folder_of_rewards(reading: Reading, folder: str | None) -> str | None:
     """The folder that the model is built of: what `VideoAlignConverter hf_to_mm` wrote, which --load names, with an
     embedding of its own size; where it names the run, or nothing, the one that data.json names."""
     load = reading.value("load")
-    return load if load and load != reading.draft.value("training.save") else folder
+    if load and load != reading.draft.value("training.save"):
+        return load
+    return folder
 
 
 def put_rewards(reading: Reading, root: Node) -> None:

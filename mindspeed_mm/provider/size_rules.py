@@ -297,7 +297,9 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
 
 def _dtype(value: object) -> Any:
     """A type by our name, where it is one by torch's."""
-    return _DTYPES.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _DTYPES.get(value, value)
+    return value
 
 
 def _put_group_size(reading: Reading, node: Node | None, name: str) -> None:

@@ -135,7 +135,9 @@ def _wan(model: Section, where: str) -> dict[str, JsonObject]:
 
 def _mapping_of(content: Section, name: str) -> Section:
     found = content.get(name)
-    return found if isinstance(found, Mapping) else {}
+    if isinstance(found, Mapping):
+        return found
+    return {}
 
 
 def _check(section: Section, needed: Sequence[str], name: str, where: str) -> None:

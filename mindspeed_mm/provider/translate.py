@@ -179,7 +179,9 @@ def _root(reading: Reading, name: str, dest: str) -> Node | None:
         what = f"'{path}', but {section.place} holds the section {name}"
         reading.draft.problem(what, reading.place(dest), "Keep one of them.")
     if section is not None:
-        return clone(section) if isinstance(section.value, dict) else None
+        if isinstance(section.value, dict):
+            return clone(section)
+        return None
     if path is None:
         return None
     try:

@@ -53,7 +53,9 @@ def notes_on_inputs(config: ResolvedConfig) -> list[str]:
 def as_text(config: ResolvedConfig, only_given: bool = False) -> str:
     """YAML with origins; optionally without the values that are defaults."""
     text = dump_resolved(config)
-    return _without_defaults(text) if only_given else text
+    if only_given:
+        return _without_defaults(text)
+    return text
 
 
 def as_dict(config: ResolvedConfig) -> JsonObject:

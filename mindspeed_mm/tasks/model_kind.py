@@ -22,4 +22,6 @@ def _started_from(run: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     name = facts.get("model_name_or_path") if isinstance(facts, dict) else None
-    return Path(name) if isinstance(name, str) else None
+    if isinstance(name, str):
+        return Path(name)
+    return None

@@ -179,7 +179,9 @@ def run_arguments(run: Path | None) -> Arguments | None:
 def _noted_adapter(run: Path | None) -> Path | None:
     arguments = run_arguments(run)
     adapter = arguments.inference.adapter if arguments is not None else None
-    return Path(adapter) if adapter is not None else None
+    if adapter is not None:
+        return Path(adapter)
+    return None
 
 
 def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:

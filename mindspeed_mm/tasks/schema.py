@@ -28,7 +28,9 @@ def as_text(references: list[KeyReference]) -> str:
 
 def as_dict(key: str = "") -> Any:
     """For machines: the JSON schema of everything, or the references of a key."""
-    return list(map(asdict, reference(key))) if key else json_schema()
+    if key:
+        return list(map(asdict, reference(key)))
+    return json_schema()
 
 
 def editor_line() -> str:

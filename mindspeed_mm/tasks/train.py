@@ -90,7 +90,9 @@ _INPUTS = ("model.", "data.dataset_param.", "training.evaluate.data", "training.
 
 def _save_folder(config: ResolvedConfig) -> Path | None:
     save = config.arguments.training.save
-    return Path(save) if save else None
+    if save:
+        return Path(save)
+    return None
 
 
 def _check_inputs(config: ResolvedConfig) -> None:

@@ -279,4 +279,6 @@ def _temperature(batch: Any) -> float:
     """What logits are divided by: one number for all rows."""
     value = batch.get("temperature", 1.0)
     value = getattr(value, "data", value)
-    return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
+    if isinstance(value, torch.Tensor):
+        return float(value.reshape(-1)[0])
+    return float(value)

@@ -248,6 +248,7 @@ def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Pat
         ("http://127.0.0.1:9", (), MachineError, "cannot be reached: .*refused"),
         ("http://[::", (), UsageError, "is no address"),
         (address, ("--lora", "x"), UsageError, "--lora"),
+        (address, ("--plugin", "json"), UsageError, "--plugin  is for models"),
         (str(folder), ("--name", "x"), UsageError, "is for servers"),
     ):
         with pytest.raises(error, match=message):

@@ -94,3 +94,9 @@ def test_the_words_of_a_request_leave_defaults_out() -> None:
     options = ["--out=o", "--warmth=1.5", "--kind=blue", "--name=-x", "--name=", "--loud", "--goes-on=no", "--which=3"]
     assert words_of(changed) == ["m", "a", "b", *options, "--depth=4"]
     assert words_of(changed, with_arguments=False) == [*options, "--depth=4"]
+
+
+def test_a_message_can_name_the_option_of_a_field() -> None:
+    assert [Asked.flag_of(name) for name in ("names", "goes_on", "model")] == ["--name", "--goes-on", "MODEL"]
+    with pytest.raises(KeyError):
+        Asked.flag_of("name")

@@ -31,6 +31,8 @@ _LEAST_BYTES: dict[Method, float] = {"full": 16, "lora": 2, "qlora": 0.5}
 _EXPERTS = re.compile(r'"(num_experts|num_local_experts|n_routed_experts)": [1-9]')
 _TOKENS = 2048
 """Tokens of a row of text."""
+_VAE_OF = {"bagel": "black-forest-labs/FLUX.1-dev", "internvlu": "Qwen/Qwen-Image"}
+"""Of families that answer and draw: the release whose VAE theirs is."""
 _FPS, _SAMPLES_PER_S = 24.0, 16_000
 _SIDE = 1024
 """Pixels of a picture along a side, where the smallest YAML bounds their area."""
@@ -95,6 +97,10 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
             config = merged(row.base(config), row.both)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if card.name in _VAE_OF:
+            (folder / "vae").mkdir(exist_ok=True)
+            vae = _generators()[_VAE_OF[card.name]]["vae"]
+            (folder / "vae" / "config.json").write_text(json.dumps(vae), encoding="utf-8")
         return
     record = _generators()[hub]
     scheduler: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}

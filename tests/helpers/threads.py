@@ -1,14 +1,19 @@
-"""Threads that runs leave behind in this process until they are collected."""
+"""What runs leave behind in this process until garbage is collected: threads, and memory."""
 
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 MORE = 64
+MORE_BYTES = 512 * 2**20
 _OWN = Path("/proc/self/task")
+_MEMORY = Path("/proc/self/statm")
 _left = 0
 """Threads that the last collection left."""
+_bytes_left = 0
+"""Resident bytes that it left."""
 
 
 def collect_rarely() -> None:
@@ -18,19 +23,24 @@ def collect_rarely() -> None:
 
 
 def collect_when_many() -> None:
-    """Collect garbage when there are many more threads than the last collection left.
+    """Collect garbage when there are many more threads, or much more memory, than the last collection left.
 
     A model's cycles hold the process group of its run until Python looks for cycles, which it does rarely, and the
-    threads of each group wake a hundred times a second: those of many runs slow down everything on the machine.
+    threads of each group wake a hundred times a second: those of many runs slow down everything on the machine. Python
+    counts objects, not bytes: the graph of a forecast is few objects and a gigabyte, and a worker took twelve.
     """
-    global _left
+    global _left, _bytes_left
     if not _OWN.is_dir():
         return
-    if _threads() > _left + MORE:
+    if _threads() > _left + MORE or _resident_bytes() > _bytes_left + MORE_BYTES:
         gc.collect()
-        _left = _threads()
+        _left, _bytes_left = _threads(), _resident_bytes()
     _left = min(_left, _threads())
 
 
 def _threads() -> int:
     return _OWN.stat().st_nlink - 2  # a folder for each
+
+
+def _resident_bytes() -> int:
+    return int(_MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -102,6 +102,35 @@ def test_thoughts_are_left_out_where_that_is_asked(
     assert set(answers(folder, rows, tmp_path / "begun.jsonl", hide_thoughts=True)) == {"two"}
 
 
+def test_an_answer_ends_before_a_text_that_ends_it(folder: Path, rows: Path, tmp_path: Path) -> None:
+    """The reference is transformers' own whole answer, cut by hand."""
+    generator = load_generator(folder)
+    encoder, media = generator.encoder, generator.encoder.media(rows.parent)
+    whole = []
+    for question in read_questions(rows, needs_answers=False):
+        encoded = encoder.encode(question.sample, media)
+        inputs = encoder.collate([encoded])
+        with torch.inference_mode():
+            ids = generator.model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+        whole.append(encoder.tokenizer.decode(ids[0, len(encoded.input_ids) :], skip_special_tokens=True).strip())
+    stops = (whole[0][2:4], whole[1][3:4])
+    cut = []
+    for text in whole:
+        ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+        cut.append(text[: min(ends, default=len(text))].strip())
+    assert cut != whole and any(cut)
+    assert answers(folder, rows, tmp_path / "cut.jsonl", temperature=0, stops=stops) == cut
+    assert answers(folder, rows, tmp_path / "beams.jsonl", beams=1, batch_size=2, temperature=0, stops=stops) == cut
+    ended = [json.loads(line)["finished"] for line in (tmp_path / "cut.jsonl").read_text().splitlines()]
+    assert all(end for end, one, other in zip(ended, cut, whole, strict=True) if one != other)
+    with pytest.raises(DataError, match="with other settings"):
+        answers(folder, rows, tmp_path / "cut.jsonl", temperature=0)
+    words = ["infer", folder, "--data", rows, "--max-new-tokens", TOKENS, "--temperature", 0, "--nproc", 1]
+    said = mm(*words, "--out", tmp_path / "typed.jsonl", *(f"--stop={stop}" for stop in stops))
+    assert said.code == 0, said.err
+    assert [json.loads(line)["answer"] for line in (tmp_path / "typed.jsonl").read_text().splitlines()] == cut
+
+
 def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
     words = ["infer", folder, "--data", rows, "--max-new-tokens", TOKENS]
     for number, options in enumerate(
@@ -109,13 +138,15 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
     ):
         said = mm(*words, "--out", tmp_path / f"{number}.jsonl", *options)
         assert said.code == 0, said.err
-    for options, option in (
+    for refused, option in (
         (["--temperature", 0, "--top-p", 0.5], "--top-p"),
         (["--beams", 2, "--temperature", 1], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
     ):
-        said = mm(*words, "--out", tmp_path / "no.jsonl", *options)
+        said = mm(*words, "--out", tmp_path / "no.jsonl", *refused)
         assert said.code == 2 and option in said.err, said.err
+    said = mm(*words, "--out", tmp_path / "no.jsonl", "--stop", "")
+    assert said.code == 2 and "--stop  an empty text would end every answer" in said.err, said.err
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def test_what_cannot_be_spoken(folder: Path, tmp_path: Path) -> None:
         ["--data", "rows.jsonl", "--out", "a.jsonl", "--speak", "a.wav"],
         ["--prompt", "hi", "--speaker", "ethan"],
         ["--prompt", "hi", "--speak", "a.wav", "--hide-thoughts"],
+        ["--prompt", "hi", "--speak", "a.wav", "--stop", "."],
         ["--prompt", "hi", "--speak", "a.wav", "--lora", "adapters"],
     ):
         found = CliRunner().invoke(command, [str(folder), *words])

@@ -397,15 +397,19 @@ NEWCOMERS = {
         ("web ui", "dashboard", "a gradio page for training", "fine-tune in a web ui"),
         "Train and compare runs in the browser",
     ),
-    "plugin import errors": "Train by a YAML, with models and data sets of your own",
-    "bring a new data set": "Train by a YAML, with models and data sets of your own",
-    "write my own chat template": "Train by a YAML, with models and data sets of your own",
-    "a custom collator": "Train by a YAML, with models and data sets of your own",
+    **dict.fromkeys(
+        (
+            "plugin import errors", "write a plugin for a model", "migrate a new vision-language model",
+            "bring my own model", "bring a new data set", "write my own chat template", "a custom collator",
+        ),
+        "Train by a YAML, with models and data sets of your own",
+    ),
     "fine-tune a vision-language model on my own data set": "Answer questions about pictures and videos",
     "chat with my model in a web UI": "Serve a model over HTTP",
     "my laptop only has a gguf file, can I use it": "Convert a checkpoint to another layout",
     "load a gguf model and convert it": "Convert a checkpoint to another layout",
     "use a reward model for GRPO": "Train a model on preferences or rewards",
+    **dict.fromkeys(("prepare weights", "weight-prep"), "Convert a checkpoint to another layout"),
     "convert a checkpoint for CPU-only use": "Train without a GPU",
 }  # fmt: skip
 """What newcomers ask → title of the answer."""
@@ -427,6 +431,14 @@ def test_a_wish_for_a_planned_family_is_told_so(wish: str) -> None:
 @pytest.mark.parametrize(("wish", "title"), NEWCOMERS.items())
 def test_a_newcomer_is_answered(wish: str, title: str) -> None:
     assert routes.find(wish).title == title
+
+
+def test_a_wish_for_a_model_of_ones_own_names_its_guide() -> None:
+    """The page of the answer is about everything; the guide has the steps."""
+    guides = re.findall(r"[\w./-]+\.md", routes.find("add a vision-language model").note)
+    assert "skills/mindspeed-mm-fsdp2-model-only-vlm-migration/SKILL.md" in guides
+    for guide in guides:
+        assert (ROOT / guide).is_file(), guide
 
 
 @pytest.mark.parametrize(("wish", "instead"), INSTEAD.items())

@@ -94,6 +94,14 @@ def tiny(card: ModelCard, folder: Path) -> list[str]:
         from tests.helpers.tiny_internvlu import run_of as run_of_internvlu
 
         words, rows = [], run_of_internvlu(folder).parent / "rows" / "rows.jsonl"
+    elif card.name == "videoalign":
+        from tests.helpers.tiny_videoalign import MARKS, write_reward_run
+
+        # Of a folder of Qwen2-VL; the released one has its head and its tokens.
+        words = [f"model.add_special_tokens={json.dumps(MARKS)}", "training.allow_missing=['rm_head.weight']"]
+        found = yaml.safe_load(write_reward_run(folder / "rewards").read_text())
+        (folder / "rewards" / "model").rename(model)
+        rows = Path(found["data"]["dataset_param"]["basic_parameters"]["dataset"])
     elif card.name == "janus_pro":
         from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
@@ -131,6 +139,11 @@ def _tiny_generator(card: ModelCard, model: Path) -> TinyFamily:
 
         make_tiny_ming_draw(model)
         return TinyFamily(lambda folder: None, side=16)
+    if name == "stepvideo":
+        from tests.helpers.tiny_stepvideo import make_tiny_stepvideo
+
+        make_tiny_stepvideo(model)
+        return TinyFamily(lambda folder: None, side=32, frames=17)
     from tests.helpers.tiny_conditioned import make_tiny_conditioned
 
     make_tiny_conditioned(model, "vace")

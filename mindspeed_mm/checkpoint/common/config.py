@@ -11,7 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, Pos
 def _nested(value: object) -> object:
     """`[14, 14]` is one virtual chunk a stage: `[[14, 14]]`."""
     flat = isinstance(value, list) and value and not any(isinstance(item, list) for item in value)
-    return [value] if flat else value
+    if flat:
+        return [value]
+    return value
 
 
 PipelineLayers = Annotated[list[list[NonNegativeInt]], BeforeValidator(_nested)]

@@ -203,4 +203,6 @@ class PtFile(OutputFile):
 
 
 def _joined(section: str, key: str) -> str:
-    return f"{section}/{key}" if section else key
+    if section:
+        return f"{section}/{key}"
+    return key

@@ -102,7 +102,9 @@ def write_manifest(
 def converted_root(path: Path) -> Path | None:
     """The folder with the manifest of what lies here, in it or in its `release/`; None where no conversion wrote it."""
     root = path.parent if path.name == RELEASE else path
-    return root if (root / MANIFEST).is_file() else None
+    if (root / MANIFEST).is_file():
+        return root
+    return None
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -172,7 +172,9 @@ def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
     for name in wanted:
         plain += name in known
         wrapped += f"{MODEL}.{name}" in known
-    return f"{MODEL}." if wrapped > plain else ""
+    if wrapped > plain:
+        return f"{MODEL}."
+    return ""
 
 
 def step_in(folder: Path) -> Path | None:
@@ -224,4 +226,6 @@ def model_noted_in(step: Path) -> Path | None:
     content: object = read_json_object(file, CheckpointError) if file.is_file() else {}
     for key in ("context", "config", "model", "model_name_or_path"):
         content = content.get(key) if isinstance(content, dict) else None
-    return Path(content) if isinstance(content, str) and Path(content).is_dir() else None
+    if isinstance(content, str) and Path(content).is_dir():
+        return Path(content)
+    return None

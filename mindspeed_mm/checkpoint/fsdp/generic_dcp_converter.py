@@ -223,11 +223,15 @@ def _why_incomparable(outline: TransformersOutline | None, renames: bool) -> str
     """Why the logits of what is written cannot be compared; empty where they can."""
     if outline is not None:
         return ""
-    return _RENAMED if renames else _NO_CLASS
+    if renames:
+        return _RENAMED
+    return _NO_CLASS
 
 
 def _with_prefix(key: str, old: str, new: str) -> str:
-    return new + key.removeprefix(old) if key.startswith(old) else key
+    if key.startswith(old):
+        return new + key.removeprefix(old)
+    return key
 
 
 def renamed(tensors: Mapping[str, LazyTensor], old: str, new: str) -> dict[str, LazyTensor]:

@@ -315,4 +315,6 @@ def _end_to_end(runs: Sequence[LazyTensor], dim: int) -> LazyTensor:
 def pad(tensor: LazyTensor, dim: int, multiple: int) -> LazyTensor:
     """The tensor with zeros behind it, so that `dim` is a multiple of `multiple`."""
     length = -(-tensor.shape[dim] // multiple) * multiple
-    return tensor if length == tensor.shape[dim] else Padded(tensor, dim, length)
+    if length == tensor.shape[dim]:
+        return tensor
+    return Padded(tensor, dim, length)

@@ -87,11 +87,15 @@ class MegatronLayout:
 
     def first_place(self, tower: str) -> Place:
         """Where what comes before the tower's layers stands: beside the first of them."""
-        return Place(0, 0) if self._has_u_shape(tower) else self._filled(tower)[0]
+        if self._has_u_shape(tower):
+            return Place(0, 0)
+        return self._filled(tower)[0]
 
     def last_place(self, tower: str) -> Place:
         """Where what comes behind the tower's layers stands: beside the last of them."""
-        return Place(self.chunks - 1, 0) if self._has_u_shape(tower) else self._filled(tower)[-1]
+        if self._has_u_shape(tower):
+            return Place(self.chunks - 1, 0)
+        return self._filled(tower)[-1]
 
     def place_of_layer(self, tower: str, layer: int) -> tuple[Place, int]:
         """Where a layer is, and its number there.
@@ -114,7 +118,9 @@ class MegatronLayout:
 
     def model_key(self, chunk: int) -> str:
         """What a chunk's tensors stand under in a file."""
-        return "model" if self.chunks == 1 else f"model{chunk}"
+        if self.chunks == 1:
+            return "model"
+        return f"model{chunk}"
 
     @property
     def chunk_keys(self) -> list[str]:

@@ -214,7 +214,9 @@ class _Tables:
 
 def _key_text(key: object) -> str:
     """A table's key. Those of tensors are text and numbers; the text of anything else may have any length."""
-    return str(key) if isinstance(key, (str, int)) else type(key).__name__
+    if isinstance(key, (str, int)):
+        return str(key)
+    return type(key).__name__
 
 
 def _tensor_entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> Entry:
@@ -245,7 +247,9 @@ def _tensor_entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, i
 
 def _name_of(named: object) -> str:
     """The name of a class or function that a file names."""
-    return named.__name__ if isinstance(named, type) else str(named)
+    if isinstance(named, type):
+        return named.__name__
+    return str(named)
 
 
 def _first_byte(entry: zipfile.ZipInfo, raw: BinaryIO) -> int:

@@ -118,7 +118,9 @@ class WholeWeights:
 
     def _without_padding(self, name: str, tensor: LazyTensor) -> LazyTensor:
         surplus = self._surplus_rows(name, tensor)
-        return Sliced(tensor, 0, 0, tensor.shape[0] - surplus) if surplus else tensor
+        if surplus:
+            return Sliced(tensor, 0, 0, tensor.shape[0] - surplus)
+        return tensor
 
     def _surplus_rows(self, name: str, tensor: LazyTensor) -> int:
         """Rows beyond the vocabulary. Megatron fills it up to a multiple of a power of two times the tensor ranks; any
@@ -129,7 +131,9 @@ class WholeWeights:
         rows = tensor.shape[0]
         surplus = rows - self.model.vocabulary
         multiple = rows & -rows  # the largest power of two that divides it
-        return surplus if 0 < surplus < min(multiple, _MOST_PADDING) else 0
+        if 0 < surplus < min(multiple, _MOST_PADDING):
+            return surplus
+        return 0
 
 
 def read_whole(step: Path, model: MegatronModel, *, canonical: bool) -> WholeWeights:

@@ -99,7 +99,9 @@ def tensors_of_checkpoint(path: Path) -> dict[str, LazyTensor] | None:
     """
     if not (any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/"))):
         step = step_in(path)
-        return None if step is None else dict(DcpReader(step).model_tensors())
+        if step is None:
+            return None
+        return dict(DcpReader(step).model_tensors())
     folders = sorted(find_step(path).glob("mp_rank_*/"))
     if len(folders) != 1:
         raise CheckpointError(

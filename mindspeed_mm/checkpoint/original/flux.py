@@ -107,7 +107,9 @@ def _config_of_2(tensors: Tensors, given: Json) -> Json:
 
 def _version(tensors: Tensors) -> str:
     has_guidance = "time_text_embed.guidance_embedder.linear_1.weight" in tensors
-    return "FLUX.1 dev" if has_guidance else "FLUX.1 schnell"
+    if has_guidance:
+        return "FLUX.1 dev"
+    return "FLUX.1 schnell"
 
 
 FLUX = GeneratorLayouts(

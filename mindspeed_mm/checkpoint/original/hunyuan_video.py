@@ -126,7 +126,9 @@ def _condition(tensors: Tensors, task: str | None) -> str | None:
     shapes of the second are those of the model that takes no picture."""
     if tensors["x_embedder.proj.weight"].shape[1] > 16:
         return "latent_concat"
-    return "token_replace" if task == "i2v" else None
+    if task == "i2v":
+        return "token_replace"
+    return None
 
 
 def _version(tensors: Tensors) -> str:

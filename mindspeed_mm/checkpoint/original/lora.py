@@ -192,7 +192,9 @@ def _config(metadata: Mapping[str, str], path: Path) -> float | None:
     alpha = values.get("lora_alpha", values.get("transformer.lora_alpha"))
     if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
         raise ModelFolderError(f"is {alpha!r}, no number", where=str(path), key="lora_alpha")
-    return None if alpha is None else float(alpha)
+    if alpha is None:
+        return None
+    return float(alpha)
 
 
 def _number(stored: LazyTensor, key: str, path: Path) -> float:

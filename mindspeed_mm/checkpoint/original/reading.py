@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,6 +125,36 @@ def open_file(path: Path) -> Iterator[tuple[dict[str, LazyTensor], dict[str, str
 
 
 @contextmanager
+def open_files(paths: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of several files by key, for the length of the `with` block: safetensors, or as of `torch.save`.
+
+    Raises:
+        ModelFolderError: No file is named, or a key lies in two of them; or as `read_header`.
+        CheckpointError: As `read_pt_files`.
+    """
+    if not paths:
+        raise ModelFolderError("no file of weights is named", way_out="Look at the pattern that finds the files.")
+    homes: dict[str, Path] = {}
+    found: dict[str, LazyTensor] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            if path.suffix in _PT_SUFFIXES:
+                stored = pt_tensors(path)
+            else:
+                stored, _ = stack.enter_context(open_file(path))
+            for key, tensor in stored.items():
+                if key in found:
+                    raise ModelFolderError(
+                        f"lies in {homes[key].name} and {path.name}",
+                        where=str(path.parent),
+                        key=key,
+                        way_out="Open the files one by one, and put something before the keys of one of them.",
+                    )
+                found[key], homes[key] = tensor, path
+        yield found
+
+
+@contextmanager
 def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     """Open weights for the length of the `with` block.
 
@@ -176,7 +206,9 @@ def _recognised(path: Path, stored: Mapping[str, LazyTensor], config: Json | Non
 
 def _config_of(folder: Path) -> Json:
     file = folder / CONFIG_FILE
-    return read_json_object(file, ModelFolderError) if file.is_file() else {}
+    if file.is_file():
+        return read_json_object(file, ModelFolderError)
+    return {}
 
 
 def _has_ranks(path: Path) -> bool:
@@ -187,7 +219,9 @@ def transformer_folder(path: Path) -> Path:
     """Where a pipeline's transformer lies; of any other folder itself."""
     inside = path / "transformer"
     heal_missing(inside)
-    return inside if inside.is_dir() else path
+    if inside.is_dir():
+        return inside
+    return path
 
 
 def _pickled_weights(folder: Path) -> Path | None:
@@ -198,7 +232,9 @@ def _pickled_weights(folder: Path) -> Path | None:
     if latest.is_file():
         folder = folder / Path(latest.read_text(errors="replace").strip()).name
     files = [file for file in sorted(folder.glob("*")) if file.suffix in _PT_SUFFIXES]
-    return files[0] if len(files) == 1 else None
+    if len(files) == 1:
+        return files[0]
+    return None
 
 
 def pt_tensors(path: Path) -> dict[str, LazyTensor]:

@@ -87,7 +87,9 @@ def convert_release(source: Path, target: Path, *, stream: TextIO | None = None)
 def _vae_name(stored: str) -> str:
     """The released file leaves one module out, as its loader knows."""
     start = "decoder.conv_out."
-    return f"{start}conv.{stored.removeprefix(start)}" if stored.startswith(start) else stored
+    if stored.startswith(start):
+        return f"{start}conv.{stored.removeprefix(start)}"
+    return stored
 
 
 def _json(value: Json) -> str:

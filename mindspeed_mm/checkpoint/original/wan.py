@@ -165,7 +165,9 @@ def _task(tensors: Tensors) -> str:
         return "FLF2V"
     channels = tensors["patch_embedding.weight"].shape[1]
     has_image = "condition_embedder.image_embedder.norm1.weight" in tensors
-    return {16: "T2V", 48: "TI2V"}.get(channels, "I2V") if not has_image else "I2V"
+    if not has_image:
+        return {16: "T2V", 48: "TI2V"}.get(channels, "I2V")
+    return "I2V"
 
 
 def _version(tensors: Tensors) -> str:

@@ -54,4 +54,6 @@ def _renamed(key: str, base: str, head: str) -> str:
     first, _, rest = key.partition(".")
     if first == _BASE:
         return f"{base}.{rest}"
-    return head if rest == "weight" else key
+    if rest == "weight":
+        return head
+    return key

@@ -258,7 +258,9 @@ def _with_aliases(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[s
 def _task_type(model: nn.Module) -> str | None:
     writes_text = hasattr(model, "can_generate") and model.can_generate()
     is_two_sided = setting_of(setting_of(model, object, "config"), bool, "is_encoder_decoder")
-    return "CAUSAL_LM" if writes_text and not is_two_sided else None
+    if writes_text and not is_two_sided:
+        return "CAUSAL_LM"
+    return None
 
 
 # --- added to the base ------------------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ def weights_folder_of_load(load: str | None) -> Path | None:
     if folder is None or not folder.is_dir():
         return None
     is_model = recognise(folder) in {"hf", "megatron"}
-    return folder if is_model or step_of_weights(folder) is not None else None
+    if is_model or step_of_weights(folder) is not None:
+        return folder
+    return None
 
 
 @contextmanager
@@ -40,7 +42,9 @@ def told_by_load(load: str | None) -> Iterator[None]:
     """What is wrong with the weights that `training.load` names is told under that key, unless it has another."""
 
     def with_key(problem: Problem) -> Problem:
-        return replace(problem, key="training.load") if load and not problem.key else problem
+        if load and not problem.key:
+            return replace(problem, key="training.load")
+        return problem
 
     with told_as(with_key):
         yield

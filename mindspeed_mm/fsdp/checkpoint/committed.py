@@ -37,7 +37,9 @@ class CommittedCheckpoint:
     @property
     def context(self) -> RunContext:
         """Context of the run that saved; empty for a checkpoint from elsewhere."""
-        return self.manifest.context if self.manifest else {}
+        if self.manifest:
+            return self.manifest.context
+        return {}
 
 
 def find_latest(

@@ -188,7 +188,9 @@ def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.T
         return None
     path = checkpoint.path / layout.rng_file(ranks.rank)
     try:
-        return load_file(path) if path.exists() else None
+        if path.exists():
+            return load_file(path)
+        return None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(path), way_out=RESTORE) from error
 
@@ -248,7 +250,9 @@ class TensorIndex:
 
     def average_entries(self, key: str = EMA) -> dict[str, TensorStorageMetadata]:
         """The average of the trained parameters by name; empty when none was kept under this key."""
-        return self._entries_under(f"{key}.") if self.prefix else {}
+        if self.prefix:
+            return self._entries_under(f"{key}.")
+        return {}
 
     def _entries_under(self, prefix: str) -> dict[str, TensorStorageMetadata]:
         """Name without the prefix → entry, of the tensors whose name begins with it."""

@@ -118,7 +118,9 @@ class CheckpointManager:
     def _settle(self) -> BaseException | None:
         """Wait for the save that is under way; how it failed, if it did."""
         future, self._under_way = self._under_way, None
-        return future.exception() if future is not None else None
+        if future is not None:
+            return future.exception()
+        return None
 
     def is_saved(self, iteration: int) -> bool:
         """Whether the save of a step was committed, or is under way."""

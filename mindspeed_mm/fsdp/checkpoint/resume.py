@@ -105,6 +105,7 @@ NOTED_KEYS = (
     "training.clip_grad_ema_decay",
     "training.ema.*",
     "training.*loss_scale*",
+    "training.lion_beta*",
     "training.lr*",
     "training.max_skipped_steps",
     "training.no_decay_*",
@@ -173,7 +174,9 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
 def _state_of(optimizer: object) -> str:
     """The word of an optimizer's state; of one that is not known here its name."""
     facts = OPTIMIZERS.get(str(optimizer))
-    return facts.state if facts is not None else str(optimizer)
+    if facts is not None:
+        return facts.state
+    return str(optimizer)
 
 
 def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: bool) -> None:
@@ -392,4 +395,6 @@ def _change(then: object, today: object) -> str:
 
 def _shortened(value: object, most: int = 80) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= most else f"{text[:most]}…"
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}…"

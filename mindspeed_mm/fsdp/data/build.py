@@ -347,7 +347,9 @@ class DatasetPart(DatasetView):
     def known_sizes(self) -> np.ndarray | None:
         """Tokens and patches of the samples of this part; None: those of the whole are not known."""
         sizes = self._whole.known_sizes()
-        return None if sizes is None else sizes[self._indices]
+        if sizes is None:
+            return None
+        return sizes[self._indices]
 
     def _number(self, index: int) -> int:
         return int(self._indices[index])

@@ -299,4 +299,6 @@ _OPTIONAL_METHODS = tuple(
 
 def as_mm_dataset(dataset: object) -> MMDataset:
     """The data set itself, or, where it is of another kind, wrapped."""
-    return dataset if isinstance(dataset, MMDataset) else WrappedDataset(dataset)
+    if isinstance(dataset, MMDataset):
+        return dataset
+    return WrappedDataset(dataset)

@@ -120,7 +120,9 @@ class DocumentPieces(DatasetView):
         """The row that was encoded last, with its sample: a pass takes its pieces one after the other."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        if len(self._ends):
+            return int(self._ends[-1])
+        return 0
 
     def __getitem__(self, index: int) -> Any:
         """Sample `index`: a piece of a document, or any other sample as it is.
@@ -161,7 +163,9 @@ class DocumentPieces(DatasetView):
     @override
     def place(self, index: int) -> Any:
         place, (piece, pieces) = super().place(index), self._piece(index)
-        return PieceLocation(place, piece + 1, pieces) if pieces > 1 else place
+        if pieces > 1:
+            return PieceLocation(place, piece + 1, pieces)
+        return place
 
     @override
     def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
@@ -200,7 +204,9 @@ class DocumentPieces(DatasetView):
 
     def _first(self, row: int) -> int:
         """The first sample of a row."""
-        return int(self._ends[row - 1]) if row else 0
+        if row:
+            return int(self._ends[row - 1])
+        return 0
 
     def _piece(self, index: int) -> tuple[int, int]:
         """Number of a piece, from 0, and how many pieces its row has."""

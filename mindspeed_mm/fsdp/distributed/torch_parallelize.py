@@ -194,4 +194,6 @@ def _cut_dims(root: nn.Module, sharding: ShardingPlan) -> dict[nn.Parameter, int
 def _names_in(root: nn.Module, names: Sequence[str]) -> list[str]:
     """Names of a model's modules as they are below `root`: all of them below the model itself, below a stage those
     that it holds."""
-    return root.names_of(names) if isinstance(root, StageModule) else list(names)
+    if isinstance(root, StageModule):
+        return root.names_of(names)
+    return list(names)

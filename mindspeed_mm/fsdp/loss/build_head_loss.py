@@ -77,7 +77,9 @@ def apply_head_loss(model: nn.Module, plan: HeadPlan) -> HeadLoss:
 def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments) -> HeadLoss | None:
     """`resolve_head` and `apply_head_loss` in one, for a whole model."""
     plan = resolve_head(model, head_name, features)
-    return apply_head_loss(model, plan) if plan is not None else None
+    if plan is not None:
+        return apply_head_loss(model, plan)
+    return None
 
 
 def _unasked(model: nn.Module, head_name: str, features: FeatureArguments, *, may_slice: bool) -> HeadPlan:

@@ -209,7 +209,9 @@ class DenoisingObjective:
     @property
     def _least_sigma(self) -> float:
         """What σ = 0 is stretched to: where the shift is the folder's scheduler's, its end is, too."""
-        return self._adapter.released_end() if self._arguments.shift is None else 0.0
+        if self._arguments.shift is None:
+            return self._adapter.released_end()
+        return 0.0
 
     def _weight(self, time: float) -> float:
         gamma = self._arguments.snr_gamma
@@ -350,7 +352,9 @@ def _no_empty_caption(arguments: DiffusionArguments) -> ConfigError:
 
 def noise_key(key: str) -> str:
     """Where a prepared batch has the noise of its latents."""
-    return "_noise" if key == LATENTS else f"_noise_{key}"
+    if key == LATENTS:
+        return "_noise"
+    return f"_noise_{key}"
 
 
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -139,7 +139,9 @@ class NftObjective(RewardObjective):
     def describe(self) -> str:
         """Return a phrase for the log: β, and the weight of the KL divergence where there is a reference."""
         described = f"negative-aware fine-tuning, β {self._arguments.beta:g}"
-        return f"{described}, KL × {self._kl_weight:g}" if self.needs_reference else described
+        if self.needs_reference:
+            return f"{described}, KL × {self._kl_weight:g}"
+        return described
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Return the sums over samples of the DiffusionNFT loss and, with a reference, of the weighted distance from
@@ -167,7 +169,9 @@ def used_advantages(advantage: torch.Tensor, mode: str) -> torch.Tensor:
         return advantage.clamp(max=0)
     if mode == "one_only":
         return (advantage > 0).to(advantage.dtype)
-    return advantage.sign() if mode == "binary" else advantage
+    if mode == "binary":
+        return advantage.sign()
+    return advantage
 
 
 # --- clipped policy loss ----------------------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ def pair_loss(margin: torch.Tensor, beta: torch.Tensor | float) -> torch.Tensor:
 def timestep_factor(name: TimestepWeight, sigma: torch.Tensor) -> torch.Tensor:
     """(B,) what β is multiplied by at a noise level. `constant`: 1, as Flow-DPO recommends; `sigma`: 0.2 · 1000 σ, as
     older trainers do, whose β is one of the number of the step (in 0..1000)."""
-    return 200 * sigma if name == "sigma" else torch.ones_like(sigma)
+    if name == "sigma":
+        return 200 * sigma
+    return torch.ones_like(sigma)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,9 @@ class _Outputs:
         return None
 
     def __getitem__(self, at: object) -> torch.Tensor | tuple[()]:
-        return () if isinstance(at, slice) else self.last_hidden_state
+        if isinstance(at, slice):
+            return ()
+        return self.last_hidden_state
 
 
 def _inputs_of(owner: nn.Module) -> dict[str, torch.Tensor]:

@@ -179,7 +179,9 @@ class TokenCrossEntropy:
         return f"{kind}, {self._head.describe()}"
 
     def _terms(self) -> list[str]:
-        return [self.term, self.z_term] if self._head.z_loss_coef else [self.term]
+        if self._head.z_loss_coef:
+            return [self.term, self.z_term]
+        return [self.term]
 
 
 class ModelLoss:
@@ -246,7 +248,9 @@ class ModelLoss:
         """Return a phrase for the log: what the model's own loss is a mean over."""
         over = "micro-batches" if self._per_micro_batch else "label tokens"
         described = f"the model's own, as the mean over {over}"
-        return f"{described}, which is given their number" if self._tells_count else described
+        if self._tells_count:
+            return f"{described}, which is given their number"
+        return described
 
 
 def _is_filled(batch: Batch) -> int:

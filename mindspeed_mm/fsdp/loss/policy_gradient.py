@@ -214,7 +214,9 @@ class PolicyRule:
     @property
     def upper(self) -> float:
         """The upper end of the clip range, as a distance from 1; for `cispo` as a ratio."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.epsilon_high is None:
+            return self.epsilon
+        return self.epsilon_high
 
     @property
     def counts_answers(self) -> bool:

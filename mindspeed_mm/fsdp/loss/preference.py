@@ -173,7 +173,9 @@ PAIR_LOSS: dict[str, PairLoss] = {
 
 def beta_of(dpo: DpoArguments) -> float:
     """Return β of a section `posttrain.dpo`, for language models: 0.1 where it names none."""
-    return DEFAULT_BETA if dpo.beta is None else dpo.beta
+    if dpo.beta is None:
+        return DEFAULT_BETA
+    return dpo.beta
 
 
 def loss_weights(dpo: DpoArguments) -> dict[str, float]:

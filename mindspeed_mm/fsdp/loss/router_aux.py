@@ -190,7 +190,9 @@ class WithRouterAux:
         if logits:
             real_T = self._real_tokens.mask(logits[0].numel() // logits[0].shape[-1])
             own = sum_routers(logits, self._routers.ran, real_T)
-            return own if before is None else before.plus(own)
+            if before is None:
+                return own
+            return before.plus(own)
         if before is None:  # a first stage without routers
             assert self._passing is not None
             before = RouterSums.parted(torch.zeros(self._passing.numbers, dtype=self._passing.dtype))

@@ -81,7 +81,9 @@ class Slices:
 
     def describe(self) -> str:
         """Return the size of the slices in words, for the log."""
-        return f"equal slices of at most {self.rows} rows" if self.is_dynamic else f"slices of {self.rows} rows"
+        if self.is_dynamic:
+            return f"equal slices of at most {self.rows} rows"
+        return f"slices of {self.rows} rows"
 
 
 def is_plain_linear(head: nn.Module) -> bool:

@@ -115,7 +115,9 @@ def rows_of_folder(folder: Path, *, trust_remote_code: bool = False) -> int | No
     """Rows of the embedding of a folder's model; None where its configuration does not say."""
     config = trained_config(load_model_config(folder, trust_remote_code=trust_remote_code))
     rows = attribute_at(_text_config(config), "vocab_size")
-    return rows if isinstance(rows, int) else None
+    if isinstance(rows, int):
+        return rows
+    return None
 
 
 def tokens_of_section(model_args: ModelArguments, config: object) -> AddedTokens | None:
@@ -192,7 +194,9 @@ def check_trainable(model: nn.Module, added: AddedTokens) -> None:
 def _text_config(config: object) -> Any:
     """The section of a configuration of transformers that describes the decoder of text; None for another object."""
     get = attribute_at(config, "get_text_config")
-    return get() if get is not None else None
+    if get is not None:
+        return get()
+    return None
 
 
 def with_new_rows(

@@ -55,7 +55,9 @@ class ModelFacts:
         """What the engine does differently for this model."""
         if self.adapter is not None:
             return GENERATOR
-        return UNIFIED if self.denoises_pictures else LANGUAGE
+        if self.denoises_pictures:
+            return UNIFIED
+        return LANGUAGE
 
     def note(self, fact: object) -> None:
         """Keep a fact whose class is defined in a room above this one, instead of an earlier one of its class."""
@@ -64,7 +66,9 @@ class ModelFacts:
     def noted(self, kind: type[Fact]) -> Fact | None:
         """The fact of this class that was noted last."""
         fact = self._others.get(kind)
-        return fact if isinstance(fact, kind) else None
+        if isinstance(fact, kind):
+            return fact
+        return None
 
 
 def facts_of(model: nn.Module) -> ModelFacts:

@@ -157,7 +157,9 @@ def varlen_mask(
     if causal and windowed:
         if attention_mask is None:
             # transformers forbids the skip when positions start again inside a row.
-            return None if allow_is_causal_skip else torch.empty(1, 1, 0, 0, dtype=torch.bool)
+            if allow_is_causal_skip:
+                return None
+            return torch.empty(1, 1, 0, 0, dtype=torch.bool)
         if allow_is_causal_skip and is_right_padded(attention_mask):
             return None
     from transformers.masking_utils import sdpa_mask  # loaded by whoever calls this
@@ -307,7 +309,9 @@ class _Layer:
         return (self.causal or self.two_way) and self.window is not None and tokens == keys > self.window
 
     def _scale_of(self, query: torch.Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        if self.scaling is None:
+            return query.shape[-1] ** -0.5
+        return self.scaling
 
     def _for_npu(self, query: torch.Tensor) -> JsonObject:
         scale = self._scale_of(query)
@@ -385,7 +389,9 @@ class _Layer:
 
 
 def _joined(documents: list[torch.Tensor]) -> torch.Tensor:
-    return documents[0] if len(documents) == 1 else torch.cat(documents)
+    if len(documents) == 1:
+        return documents[0]
+    return torch.cat(documents)
 
 
 def _longest(borders: torch.Tensor) -> int:

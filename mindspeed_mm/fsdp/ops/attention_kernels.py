@@ -103,7 +103,9 @@ class Kernel:
             is_older = Version(version) < Version(self.package.least)
         except InvalidVersion:
             is_older = False
-        return f"{name} {version} is older than {self.package.least}" if is_older else device.broken.get(name, "")
+        if is_older:
+            return f"{name} {version} is older than {self.package.least}"
+        return device.broken.get(name, "")
 
     def refuses(self, need: Need) -> str:
         """What of a need it does not do; empty where it does all."""

@@ -89,7 +89,9 @@ class Weights(NamedTuple):
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's experts of a parameter that is spread over ranks; gradients flow."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
 
 
 def run_experts(module: ExpertModule, weights: Weights, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

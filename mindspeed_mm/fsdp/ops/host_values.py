@@ -126,7 +126,9 @@ def mask_facts_of(mask: torch.Tensor) -> MaskFacts | None:
 def facts_of_this_call(mask: torch.Tensor) -> MaskFacts | None:
     """Facts of the mask that the model was called with, for one that the library made of it."""
     facts = _OF_THIS_CALL.get()
-    return facts if facts is not None and facts.shape == mask.shape else None
+    if facts is not None and facts.shape == mask.shape:
+        return facts
+    return None
 
 
 def tell_facts(model: nn.Module) -> None:

@@ -108,7 +108,9 @@ class KernelsInForce:
             return choose_kernel(need, Device(kind)).kernel
         if self.flash is not None and not self.flash.refuses(need):
             return self.flash
-        return BY_NAME["sdpa"] if not BY_NAME["sdpa"].refuses(need) else BY_NAME[EAGER]
+        if not BY_NAME["sdpa"].refuses(need):
+            return BY_NAME["sdpa"]
+        return BY_NAME[EAGER]
 
     def _try_first(self, kernel: Kernel, device: Device) -> None:
         """Let torch's function try this kernel before others, until another is put into force. A cuDNN that is too old

@@ -72,7 +72,9 @@ class LossPlan:
 
     def finished(self, logits: Tensor) -> Tensor:
         """The logits as the model returns them."""
-        return logits if self.behind is None else self.behind(logits)
+        if self.behind is None:
+            return logits
+        return self.behind(logits)
 
     def slices(self, rows: int) -> Iterator[slice]:
         """One at least, also of no rows: gradients of zero are gradients."""
@@ -391,7 +393,9 @@ def _weighed(numbers_N: Tensor, weights_N: Tensor | None) -> Tensor:
 
 
 def _weights_of_rows(weights: Tensor | None, rows: slice) -> Tensor | None:
-    return None if weights is None else weights[rows]
+    if weights is None:
+        return None
+    return weights[rows]
 
 
 def _add_product(total_VH: Tensor, gradient_SV: Tensor, hidden_SH: Tensor) -> None:

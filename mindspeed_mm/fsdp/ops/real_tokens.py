@@ -70,4 +70,6 @@ def _mask_of(kwargs: Kwargs) -> torch.Tensor | None:
     if padding:
         ids = kwargs["input_ids"]
         return (torch.arange(ids.shape[1], device=ids.device) < ids.shape[1] - padding)[None]
-    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask
+    return None

@@ -37,7 +37,9 @@ class SkiparseSets:
     @property
     def period(self) -> int:
         """Tokens after which the dealing begins again: lengths are filled up to a multiple of it."""
-        return self.sets**2 if self.in_runs else self.sets
+        if self.in_runs:
+            return self.sets**2
+        return self.sets
 
     def deal(self, x_BL: torch.Tensor) -> torch.Tensor:
         """(B, L, …) → (B · n, G, …); zeros stand for the tokens that lack."""

@@ -68,7 +68,9 @@ class _Window(NamedTuple):
 
     @property
     def behind(self) -> int:
-        return self.length - 1 if self.two_way else 0
+        if self.two_way:
+            return self.length - 1
+        return 0
 
     def whole_mask(self, device: torch.device) -> torch.Tensor:
         """Of a block that reaches as far as any."""

@@ -84,7 +84,9 @@ class StreamedAdamW(torch.optim.AdamW):
     @property
     def kind(self) -> str:
         """What its state is, whoever computes it and wherever it lives."""
-        return f"AdamW {self.state_dtype}" if self.state_dtype else "AdamW"
+        if self.state_dtype:
+            return f"AdamW {self.state_dtype}"
+        return "AdamW"
 
     def state_device(self, key: str, parameter: torch.Tensor) -> torch.device:
         """Where an entry of a parameter's state is kept. The step is counted on the host: it is needed there."""

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.loading.local_shard import local, local_pieces, ro
 from mindspeed_mm.fsdp.models.structure.stages import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.adamw import ShardedAdamW, StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.groups import Group, GroupPlan, parameter_groups
+from mindspeed_mm.fsdp.optimizer.lion import Lion
 from mindspeed_mm.fsdp.optimizer.muon import Muon
 from mindspeed_mm.fsdp.optimizer.offload import offload_gradients
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
@@ -54,16 +55,18 @@ def build_optimizer(
     """
     check_packages(training.optimizer_state_dtype)
     groups = parameter_groups(model, training, plan)
+    train_rows_only(model)
+    gradients_on_host = features is not None and features.enable_gradient_offload
+    if gradients_on_host:
+        offload_gradients(model.parameters())
+    if training.optimizer == "lion":
+        return Lion(groups, lr=training.lr, betas=(training.lion_beta1, training.lion_beta2))
     options: dict[str, Any] = {
         "lr": training.lr,
         "betas": (training.adam_beta1, training.adam_beta2),
         "eps": training.adam_eps,
         "fused": training.adam_fused and _is_fused_here(groups, note),
     }
-    train_rows_only(model)
-    gradients_on_host = features is not None and features.enable_gradient_offload
-    if gradients_on_host:
-        offload_gradients(model.parameters())
     copies = first_names(model)
     names = {parameter: copies.get(name, name) for name, parameter in model.named_parameters()}
     if training.optimizer == "muon":
@@ -166,4 +169,6 @@ def _device_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
     if isinstance(optimizer, StreamedAdamW):
         return optimizer.state_device(key, parameter)
     is_on_device = key != "step" or optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return local(parameter).device if is_on_device else torch.device("cpu")
+    if is_on_device:
+        return local(parameter).device
+    return torch.device("cpu")

@@ -178,7 +178,9 @@ class NormAverage:
 
     def bound(self, fixed: float) -> float:
         """The largest norm of a step: mean + 3 √variance; before the first step `fixed`."""
-        return fixed if self.mean is None else self.mean + _DEVIATIONS * math.sqrt(self.variance)
+        if self.mean is None:
+            return fixed
+        return self.mean + _DEVIATIONS * math.sqrt(self.variance)
 
     def after_step(self, norm: float) -> None:
         """Take in the norm of a step that was applied, before clipping. One above the bound changes nothing."""
@@ -190,7 +192,9 @@ class NormAverage:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; empty before the first step."""
-        return {} if self.mean is None else {"mean": self.mean, "variance": self.variance}
+        if self.mean is None:
+            return {}
+        return {"mean": self.mean, "variance": self.variance}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Go on from what a checkpoint has kept."""

@@ -176,6 +176,8 @@ def _count(module: nn.Module, name: str, parameter: nn.Parameter) -> int:
     """How many matrices a parameter is, or each of its experts; 0 for what is not a matrix."""
     if parameter.ndim == 3 and first_of(module, "is_transposed", "ep_forward"):
         has_gate_above_up = name == _GATE_AND_UP and not attribute_at(module, "is_transposed", True)
-        return 2 if has_gate_above_up else 1
+        if has_gate_above_up:
+            return 2
+        return 1
     is_matrix = parameter.ndim == 2 and name == "weight" and not isinstance(module, nn.Embedding)
     return int(is_matrix)

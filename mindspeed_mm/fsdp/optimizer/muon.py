@@ -163,7 +163,9 @@ def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 def _iteration_dtype(matrices: torch.Tensor) -> torch.dtype:
     keeps = matrices.device.type == "cpu" or matrices.dtype == torch.float64
-    return matrices.dtype if keeps else torch.bfloat16
+    if keeps:
+        return matrices.dtype
+    return torch.bfloat16
 
 
 # --- whole matrices out of shards -------------------------------------------------------------------------------------

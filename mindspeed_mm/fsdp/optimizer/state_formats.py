@@ -59,7 +59,9 @@ class Format(NamedTuple):
 
     def state_keys(self) -> tuple[str, ...]:
         """Keys of the state that the moment takes."""
-        return (self.key, self.key + SCALE) if self.block else (self.key,)
+        if self.block:
+            return (self.key, self.key + SCALE)
+        return (self.key,)
 
     def unpack(self, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The numbers, flat; what is kept itself where that is of the dtype."""

@@ -78,7 +78,9 @@ def plugin_module(plugin: str) -> str:
         folder, _, inside = name.removeprefix(f"{room}.").partition(".")
         if name.startswith(f"{room}.") and inside in ("", f"{folder}_fsdp2") and not _is_here(name):
             own = modules.get(folder) or modules.get(f"{folder}_precomputed")
-            return own.rpartition(".")[0] if own else name
+            if own:
+                return own.rpartition(".")[0]
+            return name
     return name
 
 
@@ -166,6 +168,7 @@ def families() -> tuple[ModelCard, ...]:
     """The card of every family, by name."""
     found = []
     for card, folder in _cards("models"):
+        _check_whole(card, folder)
         found.append(
             ModelCard(
                 folder,
@@ -189,6 +192,19 @@ def families() -> tuple[ModelCard, ...]:
             )
         )
     return tuple(found)
+
+
+_NEEDED = ("title", "class", "modalities", "task", "released", "proven")
+"""Keys of a model's card beside `ids`; all others may be left out."""
+
+
+def _check_whole(card: JsonObject, folder: str) -> None:
+    """Raise `ConfigError` for the first key that a model's card lacks."""
+    for key in _NEEDED:
+        if key not in card:
+            where = str(_ENGINE / "models" / folder / "card.yaml")
+            way_out = f"A model's card holds {', '.join(('ids', *_NEEDED))}; `ModelCard` in params/cards.py says more."
+            raise ConfigError("the card lacks it", where=where, key=key, way_out=way_out)
 
 
 def _by_id(folder: str) -> Iterator[tuple[str, JsonObject, str]]:

@@ -255,7 +255,9 @@ class BasicParameters(OpenSection):
         """`truncation`, with its default by stage."""
         if self.truncation is not None:
             return self.truncation
-        return "split" if self.stage == "pretrain" and not self.streaming else "drop"
+        if self.stage == "pretrain" and not self.streaming:
+            return "split"
+        return "drop"
 
     @property
     def encodes_first(self) -> bool:

@@ -324,7 +324,9 @@ def _problems_of_sizes(parallel: ParallelArguments, ranks: int, root: Node) -> l
 def _where(root: Node, key: str) -> str:
     """Where a key, which may name an entry of a list, is given; nowhere when it has its default."""
     holder = key.partition("[")[0]
-    return "" if find(root, holder) is None else str(place_of(root, steps_of(key)))
+    if find(root, holder) is None:
+        return ""
+    return str(place_of(root, steps_of(key)))
 
 
 def _warn_meaningless(root: Node) -> list[Problem]:

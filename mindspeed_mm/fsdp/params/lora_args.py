@@ -37,7 +37,9 @@ OLDER_DEFAULT = ("q_proj", "k_proj", "v_proj")
 
 
 def _targets(value: object) -> object:
-    return None if value is None else names_of(value)
+    if value is None:
+        return None
+    return names_of(value)
 
 
 Targets = Annotated[tuple[str, ...] | None, BeforeValidator(_targets), PATTERNS]

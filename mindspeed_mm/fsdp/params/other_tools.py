@@ -141,7 +141,9 @@ def key_for(word: str) -> str | None:
     if word in suggested_keys():
         return suggested_keys()[word]
     places = places_of_name().get(word, [])
-    return places[0] if len(places) == 1 else None
+    if len(places) == 1:
+        return places[0]
+    return None
 
 
 def keys_with_value(word: str) -> list[str]:

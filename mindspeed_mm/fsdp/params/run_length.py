@@ -30,7 +30,9 @@ class RunLength:
     def __str__(self) -> str:
         if self.steps is not None:
             return f"{self.steps:,} steps"
-        return "one epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+        if self.epochs == 1:
+            return "one epoch"
+        return f"{self.epochs} epochs"
 
 
 def run_length(model: ModelArguments, training: TrainingArguments) -> RunLength:

@@ -150,7 +150,9 @@ def _rules(info: FieldInfo) -> Iterator[object]:
 def _name(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if section_of(annotation) is not None:
-        return "list of sections" if origin is tuple else "section"
+        if origin is tuple:
+            return "list of sections"
+        return "section"
     if origin is Annotated:
         return _name(parts[0])
     if origin is Literal:
@@ -159,7 +161,9 @@ def _name(annotation: Any) -> str:
         return " | ".join(dict.fromkeys(_name(part) for part in parts))
     if origin is tuple:
         name = _name(parts[0])
-        return f"list of {name}" if "|" in name else f"list of {name}s"
+        if "|" in name:
+            return f"list of {name}"
+        return f"list of {name}s"
     if origin is dict:
         return "mapping"
     return _TYPE_NAMES.get(annotation, str(annotation))

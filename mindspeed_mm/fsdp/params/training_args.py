@@ -40,8 +40,8 @@ class OptimizerFacts:
     """Optimizers with the same word go on from each other's checkpoints."""
     launch_name: str | None = None
     """How launch scripts call it, as in Megatron's `--optimizer`; None: they do not."""
-    keeps_two_moments: bool = True
-    """Whether it keeps AdamW's two moments, which `optimizer_state_dtype` is about."""
+    moments: int = 2
+    """Numbers that it keeps of each weight, or of those of matrices alone; `optimizer_state_dtype` is about two."""
     moments_on_host: bool = False
     """Whether moments stay on the host, and are copied to the device bucket by bucket."""
     for_matrices: bool = False
@@ -51,7 +51,8 @@ class OptimizerFacts:
 OPTIMIZERS = {
     "adamw": OptimizerFacts("AdamW", "adam"),
     "adamw_swap": OptimizerFacts("AdamW", moments_on_host=True),
-    "muon": OptimizerFacts("Muon", "muon", keeps_two_moments=False, for_matrices=True),
+    "muon": OptimizerFacts("Muon", "muon", moments=1, for_matrices=True),
+    "lion": OptimizerFacts("Lion", moments=1),
 }
 """By their names in `training.optimizer`."""
 
@@ -60,7 +61,9 @@ def _listed(value: object) -> object:
     """One name, names with commas between them, or a list."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    return () if value in (None, ["none"]) else value
+    if value in (None, ["none"]):
+        return ()
+    return value
 
 
 class LrScaling(Section):
@@ -124,10 +127,11 @@ class TrainingArguments(Section):
     """Class names, module names or patterns of modules whose parameters are not decayed, in addition to norms."""
     no_decay_params: Patterns = ()
     """Names or patterns of parameters that are not decayed, in addition to biases."""
-    optimizer: Literal["adamw", "adamw_swap", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_swap", "muon", "lion"] = "adamw"
     """Optimizer. adamw_swap: AdamW whose moments stay on the host and are copied to the device in buckets during the
     update. muon: orthogonalised updates for the matrices of the model's blocks (also for those of each expert), AdamW
-    for the rest."""
+    for the rest. lion: the sign of a momentum, with half of AdamW's states; `lr` is a third to a tenth of AdamW's, and
+    `weight_decay` as many times larger."""
     optimizer_state_dtype: Literal["bf16", "int8"] | None = None
     """Type in which AdamW keeps its moments between steps; null: that of the weights it updates, normally fp32. bf16:
     the second moment is stochastically rounded (unbiased). int8: in blocks, by torchao."""
@@ -148,6 +152,10 @@ class TrainingArguments(Section):
     matched_adamw_rms √max(rows, columns). 0: by √max(1, rows / columns) instead, as first published."""
     muon_momentum: Beta = 0.95
     """Decay rate of muon's Nesterov momentum."""
+    lion_beta1: Beta = 0.9
+    """Share of the momentum in the direction of lion's update; the rest is the gradient's."""
+    lion_beta2: Beta = 0.99
+    """Decay rate of lion's momentum."""
     ns_steps: Positive = 5
     """Number of Newton-Schulz iterations in each update of muon."""
     clip_grad: NotNegative = 1.0

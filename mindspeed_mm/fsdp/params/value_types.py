@@ -48,7 +48,9 @@ class Section(BaseModel):
     @classmethod
     def _empty_section(cls, value: object) -> object:
         """`section:` with nothing below it is null in YAML: all defaults."""
-        return {} if value is None else value
+        if value is None:
+            return {}
+        return value
 
     @model_serializer(mode="wrap")
     def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> JsonObject:
@@ -120,7 +122,9 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = f"'{value}'" if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
 
 
 def fault(message: str) -> PydanticCustomError:

@@ -128,7 +128,9 @@ def fill(
 
 def _allowed(training: TrainingArguments, patterns: Sequence[str]) -> Sequence[str]:
     """Patterns of what a folder may lack, or hold beside the model."""
-    return patterns if training.load_strict else EVERYTHING
+    if training.load_strict:
+        return patterns
+    return EVERYTHING
 
 
 def _build_stages(pipeline: Pipeline, outline: Outline, plan: ModelPlan) -> IdleTowers | None:

@@ -226,5 +226,9 @@ def _row_cuts(name: str, shape: tuple[int, ...], parallel: ParallelPlan) -> int:
     experts = parallel.experts
     if experts is not None and is_inside(name, experts.modules, strict=True):
         is_cut = cut_dim(shape, experts.sizes.ep, experts.sizes.efsdp) == last
-        return experts.sizes.efsdp if is_cut else 1
-    return sizes.fsdp if parallel.sharding.cut_dims.get(name) == last else 1
+        if is_cut:
+            return experts.sizes.efsdp
+        return 1
+    if parallel.sharding.cut_dims.get(name) == last:
+        return sizes.fsdp
+    return 1

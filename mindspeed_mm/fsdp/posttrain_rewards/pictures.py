@@ -39,7 +39,9 @@ class ClipFrames(list[Any]):
 
 def rate_of(completion: object) -> float | None:
     """Frames a second of a clip; None where it does not say."""
-    return completion.fps if isinstance(completion, ClipFrames) else None
+    if isinstance(completion, ClipFrames):
+        return completion.fps
+    return None
 
 
 def frames_of(completion: object, most: int | None = None) -> list[Any]:

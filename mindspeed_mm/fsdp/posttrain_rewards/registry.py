@@ -340,7 +340,9 @@ def solution_of(row: Row) -> Any:
         if row.get(name) is not None:
             return row[name]
     of_verl = row.get("reward_model")
-    return of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
+    if isinstance(of_verl, Mapping):
+        return of_verl.get("ground_truth")
+    return None
 
 
 def needed_solution(name: str, row: Row) -> Any:

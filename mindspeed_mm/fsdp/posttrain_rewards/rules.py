@@ -140,4 +140,6 @@ def _against_solutions(
 
 def _last_number(text: str) -> float | None:
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    if found:
+        return float(found[-1].replace(",", ""))
+    return None

@@ -88,7 +88,9 @@ class VlmJudge:
             raise
         number = _NUMBER.search(answer)
         value = float(number[0]) / self._most if number else None
-        return value if value is not None and value <= 1 else None
+        if value is not None and value <= 1:
+            return value
+        return None
 
     def _shown(self, completion: object) -> list[JsonMapping]:
         if isinstance(completion, str):

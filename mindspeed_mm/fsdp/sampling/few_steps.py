@@ -31,7 +31,9 @@ def student_shift(adapter: DiffusionAdapter, few: FewSteps, latent_shape: tuple[
     if isinstance(few.shift, int | float):
         return float(few.shift)
     tokens = adapter.shift_tokens(latent_shape)
-    return adapter.resolution_shift(tokens) if few.shift == "resolution" else adapter.released_shift(tokens)
+    if few.shift == "resolution":
+        return adapter.resolution_shift(tokens)
+    return adapter.released_shift(tokens)
 
 
 def student_noise(seeds: Sequence[int], few: FewSteps, latent_shape: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -47,7 +49,9 @@ def student_noise(seeds: Sequence[int], few: FewSteps, latent_shape: Sequence[in
         if few.context_noise:
             kept.append(noise_of(derive_seed(seed, "context"), latent_shape))
     found = {START: torch.stack(started), RENOISE: torch.stack(put_on)}
-    return found | {CONTEXT: torch.stack(kept)} if kept else found
+    if kept:
+        return found | {CONTEXT: torch.stack(kept)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,9 @@ class StudentDrawing:
         Raises:
             DataError: The frames are no whole number of blocks.
         """
-        return [(0, 1)] if self.few.num_frame_per_block is None else self.few.blocks(latent_shape[1])
+        if self.few.num_frame_per_block is None:
+            return [(0, 1)]
+        return self.few.blocks(latent_shape[1])
 
     def _drawn(
         self,
@@ -172,7 +178,9 @@ class _Placed:
 
 def _of_frames(latents: torch.Tensor, frames: slice) -> torch.Tensor:
     """Some frames of (B, C, T, H, W); all of (B, C, H, W)."""
-    return latents if frames == slice(None) else latents[:, :, frames]
+    if frames == slice(None):
+        return latents
+    return latents[:, :, frames]
 
 
 def _times(level: float, x: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,9 @@ def _of_rows(good: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
         return good
     if len(good) % rows:
         return good.all().repeat(rows)
-    return good.view(rows, -1).all(dim=1) if dim else good.view(-1, rows).all(dim=0)
+    if dim:
+        return good.view(rows, -1).all(dim=1)
+    return good.view(-1, rows).all(dim=0)
 
 
 def not_finite(what: str, models: Mapping[str, nn.Module], *, where: str = "") -> NotFiniteError:

@@ -54,7 +54,9 @@ class Prompt:
     def media(self) -> dict[str, Path]:
         """Field → file, of those that the prompt names."""
         media = dict(self.others)
-        return media if self.image is None else {"image": self.image, **media}
+        if self.image is None:
+            return media
+        return {"image": self.image, **media}
 
     @property
     def slug(self) -> str:

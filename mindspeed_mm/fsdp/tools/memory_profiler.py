@@ -29,7 +29,9 @@ from mindspeed_mm.fsdp.utils.model_parts import setting_of
 def allocator_history() -> ModuleType | None:
     """What records the history of this device's allocator; None on a CPU, and on a backend that keeps none."""
     memory: Any = setting_of(get_torch_device(), object, "memory")
-    return memory if hasattr(memory, "_record_memory_history") else None
+    if hasattr(memory, "_record_memory_history"):
+        return memory
+    return None
 
 
 def idle_settings(settings: MemoryProfile) -> list[str]:
@@ -177,7 +179,9 @@ def _cell(size: int, total: int) -> str:
 
 
 def _mib(size: int | None) -> str:
-    return " " * 9 + "-" if size is None else f"{size / MIB:>10,.1f}"
+    if size is None:
+        return " " * 9 + "-"
+    return f"{size / MIB:>10,.1f}"
 
 
 def grouped(by_module: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[int, Counter[str]]]:
@@ -204,7 +208,9 @@ def write_report(report: MemoryReport, folder: Path) -> Path:
 
 def _title(name: str, count: int) -> str:
     """What to call a group of so many modules."""
-    return f"{name} ×{count}" if count > 1 else name
+    if count > 1:
+        return f"{name} ×{count}"
+    return name
 
 
 def draw(report: MemoryReport, path: Path) -> None:

@@ -94,7 +94,9 @@ class _Held:
             return RECOMPUTED
         if not self.outlived_forward and (passes is None or passes == self.born):
             return TEMPORARY
-        return INPUTS if self.before_forward else ACTIVATIONS
+        if self.before_forward:
+            return INPUTS
+        return ACTIVATIONS
 
 
 @dataclass

@@ -58,7 +58,9 @@ class ModuleWalk:
         """The innermost module at work."""
         if self._stack:
             return self._stack[-1]
-        return self._backward if self.in_backward else OUTSIDE
+        if self.in_backward:
+            return self._backward
+        return OUTSIDE
 
     @property
     def in_forward(self) -> bool:

@@ -42,7 +42,9 @@ LIMIT_BYTES = 1 << 30
 
 def profiler_module() -> ModuleType:
     """What records a profile on this device: `torch.profiler`, on an NPU that of its vendor's package."""
-    return torch.profiler if get_device_type() != "npu" else importlib.import_module("torch_npu.profiler")
+    if get_device_type() != "npu":
+        return torch.profiler
+    return importlib.import_module("torch_npu.profiler")
 
 
 def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[object]:
@@ -184,7 +186,9 @@ class Recorder:
             if step >= window.end:
                 return action.NONE
             ends_a_file = step == window.end - 1 or (step - window.first) % STEPS_A_FILE == STEPS_A_FILE - 1
-            return action.RECORD_AND_SAVE if ends_a_file else action.RECORD
+            if ends_a_file:
+                return action.RECORD_AND_SAVE
+            return action.RECORD
 
         return at
 

@@ -129,7 +129,9 @@ class Analysis:
         """How much more the slowest rank had to do than the mean: 0.1 is 10 %."""
         busy = [times.busy / max(times.steps, 1) for times in self.ranks.values()]
         mean = sum(busy) / len(busy)
-        return max(busy) / mean - 1 if mean else 0.0
+        if mean:
+            return max(busy) / mean - 1
+        return 0.0
 
     def to_dict(self, top: int) -> dict[str, object]:
         """Return the analysis as JSON values, with the `top` largest operators, kernels and modules of each rank."""

@@ -137,7 +137,9 @@ def _kind(name: str, category: str | None) -> Kind:
     if category == "gpu_memcpy":
         if "HtoD" in name:
             return Kind.TO_DEVICE
-        return Kind.FROM_DEVICE if "DtoH" in name else kind
+        if "DtoH" in name:
+            return Kind.FROM_DEVICE
+        return kind
     if kind == Kind.COMPUTE and _COLLECTIVE_KERNEL.search(name):
         return Kind.COMMUNICATION
     if kind in (Kind.OPERATOR, Kind.RANGE) and _COLLECTIVE_ON_HOST.match(name):
@@ -213,13 +215,19 @@ def _npu_kind(name: str) -> Kind:
     if "memcpy" in lowered:
         if "d2h" in lowered or "device_to_host" in lowered:
             return Kind.FROM_DEVICE
-        return Kind.TO_DEVICE if "h2d" in lowered else Kind.COMPUTE
-    return Kind.COMMUNICATION if _COLLECTIVE_KERNEL.search(name) else Kind.COMPUTE
+        if "h2d" in lowered:
+            return Kind.TO_DEVICE
+        return Kind.COMPUTE
+    if _COLLECTIVE_KERNEL.search(name):
+        return Kind.COMMUNICATION
+    return Kind.COMPUTE
 
 
 def _rank_in(name: str) -> int | None:
     found = re.search(r"rank[_-]?(\d+)", name)
-    return int(found.group(1)) if found else None
+    if found:
+        return int(found.group(1))
+    return None
 
 
 # --- reading a file event by event ------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ def build_average(model: nn.Module, training: TrainingArguments, posttrain: Post
         return MovingReference(model, posttrain.reference.sync_steps, lambda _step: kept)
     decay = posttrain.nft.old_decay
     if posttrain.method != "nft" or decay == 0:
-        return Ema(model, training.ema) if training.ema.enable else None
+        if training.ema.enable:
+            return Ema(model, training.ema)
+        return None
     from mindspeed_mm.fsdp.loss.flow_objectives import old_policy_decay  # a plain run starts without it
 
     steps_of_rollout = posttrain.grpo.steps_per_generation * posttrain.grpo.num_iterations

@@ -43,7 +43,9 @@ def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks
 
             with config.told_as_own():
                 folders.append(f"{key}={model_folder_of(Path(name), key)}")
-    return _load_run(given, [*overrides, *folders], ranks) if folders else config
+    if folders:
+        return _load_run(given, [*overrides, *folders], ranks)
+    return config
 
 
 def _load_run(given: Given, overrides: Sequence[Override], ranks: int | None) -> ResolvedConfig:

@@ -80,7 +80,9 @@ class GeneratorFamily(Family):
     @override
     def warnings(self) -> list[str]:
         kept = few_steps_kept(self.adapter.few_steps, self.arguments.posttrain.method)
-        return [kept] if kept else []
+        if kept:
+            return [kept]
+        return []
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Denoising, on features or on raw media; or what `posttrain.method` names."""

@@ -46,7 +46,9 @@ def told_of_reference(posttrain: PosttrainArguments) -> Iterator[None]:
     has_own = posttrain.reference.model_name_or_path is not None
 
     def with_key(problem: Problem) -> Problem:
-        return replace(problem, key=FOLDER_KEY) if has_own and problem.key in ("", _FOLDER_OF_POLICY) else problem
+        if has_own and problem.key in ("", _FOLDER_OF_POLICY):
+            return replace(problem, key=FOLDER_KEY)
+        return problem
 
     with told_as(with_key):
         yield

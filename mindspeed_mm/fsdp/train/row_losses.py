@@ -191,7 +191,9 @@ def _for_one_process(arguments: Arguments) -> Arguments:
 
 
 def _base_weights(training: TrainingArguments) -> Path | None:
-    return weights_folder_of_load(training.load) if training.lora.enable else None
+    if training.lora.enable:
+        return weights_folder_of_load(training.load)
+    return None
 
 
 def _load(checkpoint: CommittedCheckpoint, model: nn.Module, training: TrainingArguments) -> Ema | None:
@@ -200,4 +202,6 @@ def _load(checkpoint: CommittedCheckpoint, model: nn.Module, training: TrainingA
     average = Ema(model, ema) if ema.enable and ema.use_for_evaluation else None
     has_average = load_tensors(checkpoint, model, None, Ranks(), average)
     take_from_base(model)
-    return average if has_average else None
+    if has_average:
+        return average
+    return None

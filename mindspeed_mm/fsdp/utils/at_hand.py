@@ -23,4 +23,6 @@ def arguments_at_hand(arguments: Arguments) -> Iterator[None]:
 
 def held_arguments() -> Arguments | None:
     """The configuration of the model that is being built or trained; None outside."""
-    return _HELD[-1] if _HELD else None
+    if _HELD:
+        return _HELD[-1]
+    return None

@@ -36,7 +36,9 @@ def get_device_type() -> str:
     if not torch.accelerator.is_available():
         return "cpu"
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator else "cpu"
+    if accelerator:
+        return accelerator.type
+    return "cpu"
 
 
 def get_torch_device() -> ModuleType:
@@ -167,13 +169,17 @@ def device_to_bind() -> torch.device | None:
     """What a job's process group is told to be of from the start, so that NCCL connects at once, splits the groups of a
     mesh from one another and never guesses the device. None but on CUDA: elsewhere, torch's gloo groups, which
     checkpoints use beside it, refuse to be of a device."""
-    return current_device() if get_device_type() == "cuda" else None
+    if get_device_type() == "cuda":
+        return current_device()
+    return None
 
 
 def supports_bf16() -> bool:
     """Whether bf16 arithmetic runs here."""
     module = get_torch_device()
-    return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else True
+    if hasattr(module, "is_bf16_supported"):
+        return bool(module.is_bf16_supported())
+    return True
 
 
 def synchronize() -> None:
@@ -243,7 +249,9 @@ class CopyStream:
 
     def mark(self) -> torch.Event | None:
         """The point that the queue has come to, for `wait_for`."""
-        return self._queue.record_event() if self._queue is not None else None
+        if self._queue is not None:
+            return self._queue.record_event()
+        return None
 
     def follow(self) -> None:
         """What is queued from here on starts after what the computation has been given so far."""

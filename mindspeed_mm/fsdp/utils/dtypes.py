@@ -17,4 +17,6 @@ def torch_dtype(name: str | None) -> torch.dtype | None: ...
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """`bf16` → `torch.bfloat16`; None stays None."""
-    return TORCH_DTYPES[name] if name else None
+    if name:
+        return TORCH_DTYPES[name]
+    return None

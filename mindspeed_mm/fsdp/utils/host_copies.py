@@ -38,7 +38,9 @@ class HostCopies:
 
     def mark(self) -> torch.Event | None:
         """What has been started by now."""
-        return None if self._queue is None else self._queue.mark()
+        if self._queue is None:
+            return None
+        return self._queue.mark()
 
     def wait(self, mark: torch.Event | None) -> None:
         """Let what is computed from here on come after a mark."""

@@ -39,7 +39,9 @@ def total_bytes() -> int:
 
 def _container_bytes() -> int | None:
     limit = _file_text(_ROOT / _GROUP / "memory.max").strip()
-    return int(limit) if limit.isdecimal() else None
+    if limit.isdecimal():
+        return int(limit)
+    return None
 
 
 def _file_text(path: Path) -> str:

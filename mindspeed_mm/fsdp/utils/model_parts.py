@@ -64,7 +64,9 @@ def _declared_part(model: nn.Module, getter: str) -> nn.Module | None:
         part = get()
     except (AttributeError, NotImplementedError):  # how transformers says that there is none
         return None
-    return part if hasattr(part, "named_parameters") else None
+    if hasattr(part, "named_parameters"):
+        return part
+    return None
 
 
 def module_names(model: nn.Module) -> list[str]:

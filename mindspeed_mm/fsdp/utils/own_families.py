@@ -21,7 +21,9 @@ def model_type_of(folder: Path) -> str | None:
         model_type = read_json_object(path, ModelFolderError).get("model_type")
     except ModelFolderError:
         return None
-    return model_type if isinstance(model_type, str) else None
+    if isinstance(model_type, str):
+        return model_type
+    return None
 
 
 def own_processor_of(folder: Path) -> Any:

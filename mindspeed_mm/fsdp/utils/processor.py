@@ -192,7 +192,9 @@ def beginning_of(processor: Any) -> list[int]:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
         return []
     plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
-    return made[: -len(plain)] if made[-len(plain) :] == plain else []
+    if made[-len(plain) :] == plain:
+        return made[: -len(plain)]
+    return []
 
 
 def check_chat_template(source: str, *, where: str) -> None:

@@ -81,7 +81,9 @@ class AutoencoderOfDiffusers(nn.Module):
         """Pixels (B, 3, T, H, W) in −1..1 → latents; `kwargs` go to the class's own `encode`."""
         posterior = self.model.encode(x, return_dict=True, **kwargs).latent_dist
         latents: torch.Tensor = posterior.sample() if self.do_sample else posterior.mode()
-        return self.normalize_latent(latents) if self.norm_latents else latents
+        if self.norm_latents:
+            return self.normalize_latent(latents)
+        return latents
 
     def normalize_latent(self, x: torch.Tensor) -> torch.Tensor:
         """Latents as training takes them, by `norm_mode`."""

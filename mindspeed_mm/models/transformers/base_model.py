@@ -285,7 +285,9 @@ def _plan_of(given: object) -> FsdpPlan:
     """The engine's plan: what it handed over, or else that of the run."""
     if isinstance(given, FsdpPlan):
         return given
-    return LIVE.trainer.arguments.parallel.fsdp_plan if LIVE.trainer is not None else FsdpPlan()
+    if LIVE.trainer is not None:
+        return LIVE.trainer.arguments.parallel.fsdp_plan
+    return FsdpPlan()
 
 
 def _as_config(plan: FsdpPlan, shards: int) -> SimpleNamespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
@@ -105,16 +106,13 @@ def answer_all(
     questions: Sequence[Question],
     media: MediaLoader,
     *,
-    sampling: Sampling,
-    batch_size: int,
     is_shown: bool = True,
-    hides_thoughts: bool = False,
+    **settings: Any,
 ) -> Iterator[list[tuple[Question, Answer]]]:
-    """`Generator.answer`, with progress on stderr; of ranks that share questions one shows its own."""
+    """`Generator.answer` with its further settings, and progress on stderr; of ranks that share questions one shows its
+    own."""
     progress = WorkProgress("answers", total=len(questions))
-    answers = generator.answer(
-        questions, media, sampling=sampling, batch_size=batch_size, hides_thoughts=hides_thoughts
-    )
+    answers = generator.answer(questions, media, **settings)
     with passed_over_by_collection():
         for answered in answers:
             yield answered

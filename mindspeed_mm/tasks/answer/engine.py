@@ -90,7 +90,9 @@ class AnswerEngine:
         """Why the tokens of answers are not chosen as a request says; None: they are."""
         if self.transcribes:
             return "writes the likeliest transcript (/v1/audio/transcriptions takes a temperature)"
-        return f"searches {self._beams} beams, as its generation configuration says" if self._beams > 1 else None
+        if self._beams > 1:
+            return f"searches {self._beams} beams, as its generation configuration says"
+        return None
 
     def encode(
         self, sample: Sample, media: MediaLoader, variables: Mapping[str, object] | None = None

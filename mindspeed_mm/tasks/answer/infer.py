@@ -124,7 +124,8 @@ def run(request: InferRequest) -> InferOutcome | None:
 
 def _settings(request: InferRequest) -> JsonObject:
     """How a request's questions are answered, as `Generator.answer` takes it."""
-    return {"sampling": sampling_of(request), "hides_thoughts": request.hide_thoughts}
+    settings: JsonObject = {"sampling": sampling_of(request), "hides_thoughts": request.hide_thoughts}
+    return settings | {"stops": request.stops} if request.stops else settings
 
 
 def _answer_into(

@@ -102,7 +102,9 @@ def drawing_for(request: InferRequest, usual: Drawing, size: tuple[int, int] | N
 
 
 def _or(given: float | None, default: float) -> float:
-    return default if given is None else given
+    if given is None:
+        return default
+    return given
 
 
 def sampler_of(request: InferRequest, source: ModelSource) -> Any:
@@ -132,7 +134,9 @@ def _opened_sequence(request: InferRequest, *, draws: bool) -> tuple[Any, Any, t
 def _sizes(request: InferRequest, run: Path | None) -> PreprocessParameters:
     """How large pictures are, as the run says that was trained."""
     arguments = load_with_plugins(request.config).arguments if request.config is not None else run_arguments(run)
-    return PreprocessParameters() if arguments is None else arguments.data.dataset_param.preprocess_parameters
+    if arguments is None:
+        return PreprocessParameters()
+    return arguments.data.dataset_param.preprocess_parameters
 
 
 def _opened(path: Path) -> Image.Image:

@@ -34,7 +34,9 @@ def weights_to_start_from(training: TrainingArguments) -> Path | None:
         return None
     if training.load_format == "auto":
         return weights_folder_of_load(training.load)
-    return Path(training.load) if training.load_format in {"hf", "megatron"} else None
+    if training.load_format in {"hf", "megatron"}:
+        return Path(training.load)
+    return None
 
 
 def check_stored_weights(outline: Outline, arguments: Arguments) -> None:

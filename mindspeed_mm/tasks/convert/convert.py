@@ -156,7 +156,9 @@ def _kind_of(source: Path) -> str:
     """As `recognise`; a folder with the checkpoint of a conversion, and no step of a run, is of kind `dcp`."""
     kind = recognise(source)
     is_converted = kind == "run" and not list_iterations(source) and read_tracker(source) == RELEASE
-    return "dcp" if is_converted else kind
+    if is_converted:
+        return "dcp"
+    return kind
 
 
 def _is_cosyvoice3(source: Path) -> bool:
@@ -219,7 +221,9 @@ def _refuse_adapters(source: Path) -> None:
 def _as_option(problem: Problem) -> Problem:
     """What is wrong with a division that was asked for, under the name that it was asked by."""
     option = _FLAGS.get(problem.key.rpartition(".")[2])
-    return replace(problem, key=option) if option and not problem.where else problem
+    if option and not problem.where:
+        return replace(problem, key=option)
+    return problem
 
 
 def _refuse_model(model_folder: Path | None) -> None:

@@ -349,7 +349,9 @@ def _factor(step: Path, said: float | None) -> float:
     """What B·A is multiplied by."""
     trained = _trained_factor(step)
     if said is None:
-        return 1.0 if trained is None else trained
+        if trained is None:
+            return 1.0
+        return trained
     if trained is not None and trained != said:
         say(f"note: --scaling is {said:g}, and the adapters were trained with {trained:g}", err=True)
     return said

@@ -375,7 +375,9 @@ class UsedWeights(TorchFunctionMode):
         """The largest parts of which nothing was used, each with its number of tensors."""
         parameters = {id(parameter) for parameter in module.parameters()}
         if not parameters & self._used:
-            return [(name, len(parameters))] if parameters else []
+            if parameters:
+                return [(name, len(parameters))]
+            return []
         dot = f"{name}." if name else ""
         unused = []
         for key, tensor in module.named_parameters(recurse=False):

@@ -231,4 +231,6 @@ def _sharding(options: argparse.Namespace) -> JsonObject:
         return {"fully_shard_parallel_size": 1}
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     is_hybrid = options.fsdp_sharding_strategy == "hybrid_full" and ranks > here
-    return {"fully_shard_parallel_size": here} if is_hybrid else {}
+    if is_hybrid:
+        return {"fully_shard_parallel_size": here}
+    return {}

@@ -160,14 +160,18 @@ def _media_read(dataset: MMDataset, tally: RowStatistics, *, decode: bool) -> Me
     """What was done to media in this pass."""
     if is_denoised(dataset):
         by_header: MediaRead = "decoded" if decode else "headers"
-        return by_header if dataset.is_raw else "features"
+        if dataset.is_raw:
+            return by_header
+        return "features"
     if not dataset.has_rows:
         return "samples"
     if not tally.with_media:
         return "none"
     if decode:
         return "decoded"
-    return "measured" if tally.decoding else "headers"
+    if tally.decoding:
+        return "measured"
+    return "headers"
 
 
 def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:
@@ -215,7 +219,9 @@ def _ranks(nproc: int | None) -> int:
     if nproc:
         return nproc
     world = os.environ.get("WORLD_SIZE", "")
-    return int(world) if world.isdigit() else 1
+    if world.isdigit():
+        return int(world)
+    return 1
 
 
 def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:

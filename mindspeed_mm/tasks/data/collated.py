@@ -99,7 +99,9 @@ def _names(batch: Batch, rows: int) -> list[str]:
 def _like(ids_BL: torch.Tensor, batch: Batch, key: str) -> torch.Tensor | None:
     """What a batch has for each of its tokens under a key; None where it has no such thing."""
     found = batch.get(key)
-    return found if isinstance(found, torch.Tensor) and found.shape == ids_BL.shape else None
+    if isinstance(found, torch.Tensor) and found.shape == ids_BL.shape:
+        return found
+    return None
 
 
 def _moved_back(of_next_BL: torch.Tensor | None, first: float) -> torch.Tensor | None:
@@ -113,7 +115,9 @@ def as_pair(sample: object) -> list[Any]:
     """The better and the worse answer of a preference row; any other sample alone."""
     if isinstance(sample, dict) and {"chosen", "rejected"} <= sample.keys():
         return [sample["chosen"], sample["rejected"]]
-    return list(sample) if type(sample) is tuple else [sample]
+    if type(sample) is tuple:
+        return list(sample)
+    return [sample]
 
 
 def readable_arrays(sample: object) -> TokenArrays | str:

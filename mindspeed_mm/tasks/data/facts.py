@@ -278,7 +278,9 @@ class RowLook:
                     facts.media += (MediumFacts(kind),)
 
     def _decoded(self) -> int:
-        return self.dataset.media.decoded if self.dataset.media is not None else 0
+        if self.dataset.media is not None:
+            return self.dataset.media.decoded
+        return 0
 
     def _header(self, item: MediaItem) -> MediumFacts:
         header = None
@@ -289,7 +291,9 @@ class RowLook:
 
 def both(sample: Sample) -> list[Sample]:
     """A row and, where it is a preference row, its worse answer."""
-    return [sample] if sample.rejected is None else [sample, sample.rejected]
+    if sample.rejected is None:
+        return [sample]
+    return [sample, sample.rejected]
 
 
 def trained_tokens(labels: npt.ArrayLike | None, weights: npt.ArrayLike | None = None) -> int:

@@ -148,7 +148,9 @@ _SENTENCES = {
 def _label(row: BadRow) -> str:
     """The field; a key of the configuration stands in the remedy."""
     key = row.fault.key
-    return f"{key}  " if key and not key.startswith("data.") else ""
+    if key and not key.startswith("data."):
+        return f"{key}  "
+    return ""
 
 
 def _advised(rows: Sequence[BadRow]) -> list[Fix]:
@@ -346,7 +348,9 @@ def _ways_out(found: Iterable[str]) -> Iterator[str]:
 
 def rows_told(rows: int) -> str:
     """Return the number of rows in words: `1 row`, `1,200 rows`."""
-    return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
+    if rows == 1:
+        return f"{rows:,} row"
+    return f"{rows:,} rows"
 
 
 def to_dict(finding: DataFinding) -> dict[str, object]:

@@ -49,7 +49,9 @@ class BatchEntry:
     def __str__(self) -> str:
         if self.dtype == "list":
             return f"list of {self.shape[0]}"
-        return f"({', '.join(map(str, self.shape))}) {self.dtype}" if self.value is None else str(self.value)
+        if self.value is None:
+            return f"({', '.join(map(str, self.shape))}) {self.dtype}"
+        return str(self.value)
 
 
 @dataclass(frozen=True)

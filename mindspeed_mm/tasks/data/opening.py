@@ -81,7 +81,9 @@ class OpenedData:
     def tokenizer(self) -> Any:
         """The tokenizer, or None as above."""
         processor = self.processor()
-        return tokenizer_of(processor) if processor is not None else None
+        if processor is not None:
+            return tokenizer_of(processor)
+        return None
 
     def sample_check(self) -> Callable[[object], None] | None:
         """What raises `DataError` for a sample that training refuses; None: the rows are read here."""

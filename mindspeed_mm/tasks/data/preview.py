@@ -276,7 +276,9 @@ def media_name(source: object) -> str:
             return "no frames"
         return f"{len(source)} frames, the first {media_name(source[0])}"
     text = str(source)
-    return text if len(text) <= 120 else f"{text[:40]}… ({len(text):,} characters)"
+    if len(text) <= 120:
+        return text
+    return f"{text[:40]}… ({len(text):,} characters)"
 
 
 def find_rows(dataset: MMDataset, names: Sequence[str]) -> list[int]:
@@ -309,7 +311,9 @@ def _row_id(dataset: MMDataset, index: int) -> str | None:
         found = dataset.row(index).get("id")
     except DataError:
         return None
-    return str(found) if isinstance(found, str | int) else None
+    if isinstance(found, str | int):
+        return str(found)
+    return None
 
 
 def _check_inside(rows: Sequence[int], size: int) -> None:

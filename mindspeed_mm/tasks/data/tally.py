@@ -187,12 +187,16 @@ class RowStatistics:
     def sample_lengths(self, basic: BasicParameters) -> np.ndarray:
         """Tokens of the samples that usable rows give: a document that training cuts gives several."""
         lengths = np.asarray(self.tokens, dtype=np.int64)
-        return piece_lengths(lengths, basic.cutoff_len) if basic.if_too_long == "split" else lengths
+        if basic.if_too_long == "split":
+            return piece_lengths(lengths, basic.cutoff_len)
+        return lengths
 
     def longer_documents(self, basic: BasicParameters) -> int:
         """Number of documents that training cuts."""
         lengths = np.asarray(self.tokens)
-        return int((lengths > basic.cutoff_len).sum()) if basic.if_too_long == "split" else 0
+        if basic.if_too_long == "split":
+            return int((lengths > basic.cutoff_len).sum())
+        return 0
 
     def duplicate_rows(self, place: Callable[[int], str]) -> Duplicates:
         """Rows that say what an earlier one says."""

@@ -128,7 +128,9 @@ class TokenReader:
         end = start
         while end < len(ids) and (ids[end], weights[end]) == (ids[start], weights[start]):
             end += 1
-        return end - start if end - start >= _LEAST_REPEATED else 0
+        if end - start >= _LEAST_REPEATED:
+            return end - start
+        return 0
 
     def _end(self, ids: list[int], start: int, before: tuple[int, ...]) -> int:
         """Behind the last token of the character that begins here."""

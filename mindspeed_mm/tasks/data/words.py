@@ -149,12 +149,16 @@ def _distribution(counts: dict[int, int], most: int = 8) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 def _on_one_line(text: str, most: int = 400) -> str:
     flat = " ".join(text.split())
-    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+    if len(flat) <= most:
+        return flat
+    return f"{flat[: most - 1]}…"
 
 
 # --- a preview --------------------------------------------------------------------------------------------------------
@@ -222,7 +226,9 @@ def _answer_lines(answer: TokenizedConversation, paint: Paint, tokens: bool) -> 
 def _stretch_text(stretch: TokenSpan, paint: Paint) -> str:
     if stretch.repeated:
         told = f"[{stretch.text} × {stretch.repeated}]"
-        return paint.trained(told) if stretch.weight else paint.medium(told)
+        if stretch.weight:
+            return paint.trained(told)
+        return paint.medium(told)
     text = _visible(stretch.text)
     if not stretch.weight:
         return text
@@ -305,7 +311,9 @@ class Paint:
         return cls(stream.isatty() and not os.environ.get("NO_COLOR"))
 
     def _styled(self, text: str, **style: Any) -> str:
-        return click.style(text, **style) if self.colour else text
+        if self.colour:
+            return click.style(text, **style)
+        return text
 
     def bad(self, text: str) -> str:
         """Return text in bold red, for what would stop a run; unchanged without colour."""

@@ -205,7 +205,9 @@ def _driver() -> str:
     words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     version = done.stdout.strip().partition("\n")[0]
-    return f", driver {version}" if done.returncode == 0 and version else ""
+    if done.returncode == 0 and version:
+        return f", driver {version}"
+    return ""
 
 
 def _room() -> Iterator[Diagnosis]:

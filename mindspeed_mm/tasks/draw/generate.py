@@ -298,7 +298,9 @@ def _size_note(asked: SamplingArguments, sampling: SamplingArguments) -> str:
         said.append(f"--size {sampling.height}x{sampling.width}")
     if asked.num_frames != sampling.num_frames:
         said.append(f"--frames {sampling.num_frames}")
-    return f"not given, and taken as the run was trained: {' '.join(said)}" if said else ""
+    if said:
+        return f"not given, and taken as the run was trained: {' '.join(said)}"
+    return ""
 
 
 def _cut_note(prompts: Sequence[Prompt]) -> str:
@@ -337,7 +339,9 @@ class RankSampler:
 
     def agrees(self, wish: bool) -> bool:
         """Whether this rank, or one that shares a model with others, wishes something."""
-        return wish if self.state is None else any(self.ranks.gather(wish))
+        if self.state is None:
+            return wish
+        return any(self.ranks.gather(wish))
 
 
 def load_on_ranks(

@@ -16,4 +16,6 @@ def results_folder(run: Path | None, evaluated: Path) -> Path:
         run: The run whose model was evaluated, if it is one.
         evaluated: The model's folder, or that of generated pictures.
     """
-    return run / "eval" if run is not None else Path.cwd() / "eval" / evaluated.resolve().name
+    if run is not None:
+        return run / "eval"
+    return Path.cwd() / "eval" / evaluated.resolve().name

@@ -71,7 +71,9 @@ class MeanLoss:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is not a number."""
-        return math.exp(self.loss) if self.loss < _NO_PERPLEXITY else math.inf
+        if self.loss < _NO_PERPLEXITY:
+            return math.exp(self.loss)
+        return math.inf
 
     def to_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity."""

@@ -189,7 +189,9 @@ def _model_without_folder(source: Path) -> str | None:
         if record.exists():
             facts = read_json_object(record, CheckpointError)
             name = facts.get("model_class")
-            return name if facts.get("model_name_or_path") is None and isinstance(name, str) else None
+            if facts.get("model_name_or_path") is None and isinstance(name, str):
+                return name
+            return None
     return None
 
 

@@ -210,7 +210,9 @@ def _flat_config(run: RunFolder | None) -> dict[str, object]:
         content = plain(parse_yaml(read_config_text(run.resolved), str(run.resolved)).root)
     except ConfigError:
         return {}
-    return _flat(content) if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return _flat(content)
+    return {}
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, object]:
@@ -232,7 +234,9 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_number else str(value)
+    if is_number:
+        return f"{value:,}"
+    return str(value)
 
 
 def _json_object(path: Path) -> dict[str, object]:
@@ -240,7 +244,9 @@ def _json_object(path: Path) -> dict[str, object]:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}
 
 
 # --- use --------------------------------------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def noted_model(run: Path) -> Path | None:
         raise CheckpointError(
             f"{name!r:.80} is not a folder", where=str(record), key="model_name_or_path", way_out=NAME_MODEL
         )
-    return Path(name) if name is not None else None
+    if name is not None:
+        return Path(name)
+    return None
 
 
 def unnamed_model(where: Path, way_out: str) -> UsageError:

@@ -116,7 +116,9 @@ class Encoders:
     def precision(self) -> str | None:
         """Type and quantisation that the encoders run in, as `Description.dtype` records them; None: as stored."""
         kind = self.adapter.quantize_encoders
-        return self._dtype if kind is None else f"{self._dtype or 'as stored'}, encoders in {kind}"
+        if kind is None:
+            return self._dtype
+        return f"{self._dtype or 'as stored'}, encoders in {kind}"
 
     @cached_property
     def encode(self) -> BatchEncoder:

@@ -115,7 +115,9 @@ def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: J
         if named["dataset_dir"] is None:
             values["dataset_dir"] = str(Path.cwd())
         values["media_roots"] = [*roots, str(Path.cwd())] if named["dataset_dir"] is None else roots
-    return _of_basic(**values) if values else {}
+    if values:
+        return _of_basic(**values)
+    return {}
 
 
 def _row_file(rows: object, argument: str, name: str, folder: Callable[[], Path]) -> Path:
@@ -174,4 +176,6 @@ def _folder_of(
 def _origin(module: nn.Module) -> str:
     """The folder or name that a model of transformers or diffusers was loaded from; nothing where none is noted."""
     name = str(getattr(getattr(module, "config", None), "_name_or_path", "") or "")
-    return "" if "\0" in name else name
+    if "\0" in name:
+        return ""
+    return name

@@ -44,7 +44,9 @@ def named_path(name: object, key: str) -> Path:
 
 def optional_path(name: object, key: str) -> Path | None:
     """`named_path` of an argument that may be left out."""
-    return named_path(name, key) if name is not None else None
+    if name is not None:
+        return named_path(name, key)
+    return None
 
 
 def is_in_memory(rows: object) -> bool:

@@ -69,7 +69,9 @@ class Run:
             return self.checkpoints[kept[0]]
         losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
         validated = [step for step in self.checkpoints if step in losses]
-        return self.checkpoints[min(validated, key=lambda step: losses[step])] if validated else None
+        if validated:
+            return self.checkpoints[min(validated, key=lambda step: losses[step])]
+        return None
 
     @property
     def status(self) -> str:
@@ -130,7 +132,9 @@ _MOST_ROWS = 10
 
 
 def _number(value: object) -> str:
-    return f"{value:.4f}" if _is_finite(value) else ""
+    if _is_finite(value):
+        return f"{value:.4f}"
+    return ""
 
 
 def _is_finite(value: object) -> bool:

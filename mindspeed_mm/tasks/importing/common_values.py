@@ -42,7 +42,9 @@ def mapped(row: PeerRow, value: object, how: str) -> Outcome:
         return no(
             f"{value} is not built; {key_of(row)} takes {', '.join(str(each) for each in found.values() if each)}"
         )
-    return {} if found[word] is None else {key_of(row): found[word]}
+    if found[word] is None:
+        return {}
+    return {key_of(row): found[word]}
 
 
 def fixed(row: PeerRow, value: object, how: str) -> Outcome:
@@ -79,25 +81,33 @@ def negated(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion("on")
 def switched_on(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch whose being off leaves our default."""
-    return {key_of(row): True} if is_on(value) else {}
+    if is_on(value):
+        return {key_of(row): True}
+    return {}
 
 
 @conversion("list")
 def listed(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A list, or words with commas between them."""
-    return {key_of(row): texts(value)} if value else {}
+    if value:
+        return {key_of(row): texts(value)}
+    return {}
 
 
 @conversion("path")
 def path(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A path, which stays as it is written."""
-    return no(f"no value is given; set {key_of(row)}") if isinstance(value, bool) else {key_of(row): str(value)}
+    if isinstance(value, bool):
+        return no(f"no value is given; set {key_of(row)}")
+    return {key_of(row): str(value)}
 
 
 @conversion(":text")
 def text(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A text; a switch that is off is none."""
-    return {key_of(row): value} if isinstance(value, str) and value else {}
+    if isinstance(value, str) and value:
+        return {key_of(row): value}
+    return {}
 
 
 @conversion(":first")
@@ -133,7 +143,9 @@ def dtype(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {key_of(row): "bf16"}
     if word not in names:
         return no(f"{value} is not built; bf16, fp16 and fp32 are")
-    return {} if names[word] is None else {key_of(row): names[word]}
+    if names[word] is None:
+        return {}
+    return {key_of(row): names[word]}
 
 
 @conversion(":attention")
@@ -157,7 +169,9 @@ def attention(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         word = "flash_attention_2"
     if word not in names:
         return idle("the best attention on the machine is chosen and printed; model.attn_implementation names another")
-    return {} if names[word] is None else {key_of(row): names[word]}
+    if names[word] is None:
+        return {}
+    return {key_of(row): names[word]}
 
 
 @conversion(":resume")
@@ -201,7 +215,9 @@ def targets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         "linear_fc1",
         "linear_fc2",
     }:
-        return _with_tower(draft, row) if names else {}
+        if names:
+            return _with_tower(draft, row)
+        return {}
     return {key_of(row): [f"*.{name}" if "." in name and draft.tool.is_for_generators else name for name in names]}
 
 
@@ -240,7 +256,9 @@ def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":adapters")
 def adapters(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Adapters of a folder, a file or a hub, which stay as they are."""
-    return {key_of(row): [draft.folder_of(name, "models", model_fetch) for name in texts(value)]} if value else {}
+    if value:
+        return {key_of(row): [draft.folder_of(name, "models", model_fetch) for name in texts(value)]}
+    return {}
 
 
 @conversion(":lora_path")
@@ -249,4 +267,6 @@ def lora_path(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if isinstance(value, bool):
         return idle("the rank is that of the adapters in training.lora.pretrained_lora_path")
     several = value if isinstance(value, list) else [value]
-    return {key_of(row): str(several[0])} if several else {}
+    if several:
+        return {key_of(row): str(several[0])}
+    return {}

@@ -107,7 +107,9 @@ class PeerSetup:
 
     def get(self, word: str, default: Any = None) -> Any:
         """The value of a setting as it is given."""
-        return self.settings[word].value if word in self.settings else default
+        if word in self.settings:
+            return self.settings[word].value
+        return default
 
     def row(self, word: str) -> PeerRow | None:
         """The row of a setting, or of the settings that hold it."""
@@ -150,7 +152,9 @@ class PeerSetup:
     def default_of(self, row: PeerRow) -> str:
         """The default of a row as the table has it: `first|second` where the tool's second program has another."""
         first, bar, second = row.default.partition("|")
-        return second if bar and self.is_second_program else first
+        if bar and self.is_second_program:
+            return second
+        return first
 
     @property
     def model_name(self) -> str:
@@ -176,7 +180,9 @@ class PeerSetup:
     @property
     def model_type(self) -> str:
         """The kind of model that the folder's config.json names; empty where there is none."""
-        return str((self._facts() or {}).get("model_type", "")) if self.model_name else ""
+        if self.model_name:
+            return str((self._facts() or {}).get("model_type", ""))
+        return ""
 
     @property
     def parts(self) -> list[str] | None:
@@ -188,7 +194,9 @@ class PeerSetup:
         """What the folder's config.json says of the language model; empty where there is none."""
         facts = (self._facts() or {}) if self.model_name else {}
         inner = facts.get("text_config")
-        return inner if isinstance(inner, dict) else facts
+        if isinstance(inner, dict):
+            return inner
+        return facts
 
     def patch_side(self) -> int | None:
         """Side of the square of pixels behind a token of a picture, by the folder or by the name; None: not known."""
@@ -198,7 +206,9 @@ class PeerSetup:
         name = self.model_name.lower()
         if re.search(r"qwen3-?vl|qwen3\.[56]|qwen3-?omni", name):
             return 32
-        return 28 if re.search(r"qwen2(\.5)?-?(vl|omni)", name) else None
+        if re.search(r"qwen2(\.5)?-?(vl|omni)", name):
+            return 28
+        return None
 
     def _facts(self) -> JsonMapping | None:
         """The model's config.json, where the folder is there."""
@@ -206,7 +216,9 @@ class PeerSetup:
             facts = parse_json((Path(self.out.get(MODEL) or self.model_name) / "config.json").read_bytes())
         except (OSError, ValueError):
             return None
-        return facts if isinstance(facts, dict) else None
+        if isinstance(facts, dict):
+            return facts
+        return None
 
     def file_of(self, name: str) -> Path | None:
         """A file that a setup names, from here, from where the setup is, or from a folder above; None: not here."""
@@ -271,7 +283,9 @@ def data_fetch(name: str, folder: str) -> str:
 
 def is_on(value: object) -> bool:
     """Whether a switch is on, however it is written."""
-    return str(value).lower() in ("true", "yes", "on", "1", "1.0") if not isinstance(value, bool) else value
+    if not isinstance(value, bool):
+        return str(value).lower() in ("true", "yes", "on", "1", "1.0")
+    return value
 
 
 def texts(value: object) -> list[str]:

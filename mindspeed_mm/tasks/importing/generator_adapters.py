@@ -70,7 +70,9 @@ _TARGETS = f"{LORA}.target_modules"
 
 def script_of(draft: PeerSetup) -> str:
     """The name of the script that a command starts; empty for a file."""
-    return Path(draft.given.program[0]).name if draft.given.program else ""
+    if draft.given.program:
+        return Path(draft.given.program[0]).name
+    return ""
 
 
 def component(draft: PeerSetup, name: str) -> JsonObject:
@@ -80,7 +82,9 @@ def component(draft: PeerSetup, name: str) -> JsonObject:
             found = parse_json((Path(str(folder)) / name).read_bytes())
         except (OSError, ValueError):
             continue
-        return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
+        return {}
     return {}
 
 
@@ -211,7 +215,9 @@ def alpha_of_diffusers(draft: PeerSetup) -> float | None:
     if "cogvideox" in script:
         return 128.0
     has_alpha = re.search(r"dreambooth_lora_(flux|qwen|z_image|sana|krea|ideogram|cosmos)", script)
-    return 4.0 if has_alpha else float(draft.get("rank", 4))
+    if has_alpha:
+        return 4.0
+    return float(draft.get("rank", 4))
 
 
 @default_of("rank_of_diffusers")
@@ -219,10 +225,14 @@ def rank_of_diffusers(draft: PeerSetup) -> int | None:
     """4, and 128 for CogVideoX."""
     if not is_adapter_script(draft):
         return None
-    return 128 if "cogvideox" in script_of(draft) else 4
+    if "cogvideox" in script_of(draft):
+        return 128
+    return 4
 
 
 @default_of("beta2_of_diffusers")
 def beta2_of_diffusers(draft: PeerSetup) -> float | None:
     """0.95 in the scripts for CogVideoX; the others have AdamW's 0.999."""
-    return 0.95 if "cogvideox" in script_of(draft) else None
+    if "cogvideox" in script_of(draft):
+        return 0.95
+    return None

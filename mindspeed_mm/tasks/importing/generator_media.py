@@ -72,7 +72,9 @@ def prior_weight(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The weight of the loss of the class, where pictures of it are trained on."""
     entries = draft.out.get(DATASET)
     has_prior = isinstance(entries, list) and any(isinstance(each, dict) and each.get("prior") for each in entries)
-    return {key_of(row): float(value)} if has_prior else {}
+    if has_prior:
+        return {key_of(row): float(value)}
+    return {}
 
 
 @conversion(":di_resolution")
@@ -94,7 +96,9 @@ for _name, _size in (("height", 480), ("width", 720), ("frames", 49), ("fps", 8)
 @default_of("resolution_of_diffusers")
 def resolution_of_diffusers(draft: PeerSetup) -> int | None:
     """A square of 512, but in the scripts of CogVideoX, which have height, width, frames and rate."""
-    return None if "cogvideox" in script_of(draft) else 512
+    if "cogvideox" in script_of(draft):
+        return None
+    return 512
 
 
 @conversion(":aspect_buckets")
@@ -107,7 +111,9 @@ def aspect_buckets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":center_crop")
 def center_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut in the middle or at a random place."""
-    return {} if is_on(value) or draft.has("height") else {f"{MEDIA}.crop": "random"}
+    if is_on(value) or draft.has("height"):
+        return {}
+    return {f"{MEDIA}.crop": "random"}
 
 
 @conversion(":ko_dataset")
@@ -185,7 +191,9 @@ def ko_validation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if len(shares) > 1:
         return no("name pictures to validate on in basic_parameters.val_dataset: val_rate is of all data sets")
     share = shares.pop() if shares else float(value)
-    return {key_of(row): share} if 0 < share < 1 else {}
+    if 0 < share < 1:
+        return {key_of(row): share}
+    return {}
 
 
 def _general(draft: PeerSetup, dataset: Mapping[str, object], word: str, default: object = None) -> Any:
@@ -269,13 +277,17 @@ def frames(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     datasets = _datasets(draft)
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
         return idle("each entry of basic_parameters.dataset has its own sizes")
-    return {f"{MEDIA}.num_frames": datasets[0]["target_frames"]} if "target_frames" in datasets[0] else {}
+    if "target_frames" in datasets[0]:
+        return {f"{MEDIA}.num_frames": datasets[0]["target_frames"]}
+    return {}
 
 
 @default_of("frames_of_musubi")
 def frames_of_musubi(draft: PeerSetup) -> int | None:
     """1: of a clip without `target_frames`, its first frame."""
-    return 1 if any("target_frames" in each for each in _datasets(draft)) else None
+    if any("target_frames" in each for each in _datasets(draft)):
+        return 1
+    return None
 
 
 @conversion(":frame_extraction")
@@ -336,7 +348,9 @@ def ai_datasets(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def process_of(draft: PeerSetup) -> JsonObject:
     """The part of a job that trains."""
     processes = (draft.given.tree.get("config") or {}).get("process") or [{}]
-    return processes[0] if isinstance(processes[0], dict) else {}
+    if isinstance(processes[0], dict):
+        return processes[0]
+    return {}
 
 
 def _areas(draft: PeerSetup) -> set[int]:
@@ -360,7 +374,9 @@ def ai_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":ai_crop")
 def ai_crop(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether media are cut at a random place."""
-    return {f"{MEDIA}.crop": "random"} if is_on(value) else {}
+    if is_on(value):
+        return {f"{MEDIA}.crop": "random"}
+    return {}
 
 
 @conversion(":ds_dataset")

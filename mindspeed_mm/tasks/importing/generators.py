@@ -106,14 +106,18 @@ def betas(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":must_be_on")
 def must_be_on(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A part that is always trained here."""
-    return {} if is_on(value) else no("the transformer alone is trained")
+    if is_on(value):
+        return {}
+    return no("the transformer alone is trained")
 
 
 @conversion(":off_or_no")
 def off_or_no(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Not built; switched off it changes nothing."""
     is_off = value in (False, None, 0, 0.0, "", ",", ", ") or str(value).lower() in ("false", "0", "0.0")
-    return idle("it is off") if is_off else no(row.note)
+    if is_off:
+        return idle("it is off")
+    return no(row.note)
 
 
 @conversion(":off_or_idle")
@@ -148,7 +152,9 @@ def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> JsonObject:
 @default_of("weighting_of_diffusers")
 def weighting_of_diffusers(draft: PeerSetup) -> str:
     """`logit_normal` in the scripts for SD3, `none` in the others."""
-    return "logit_normal" if re.search(r"sd3|ideogram", script_of(draft)) else "none"
+    if re.search(r"sd3|ideogram", script_of(draft)):
+        return "logit_normal"
+    return "none"
 
 
 @conversion(":di_weighting")
@@ -175,13 +181,17 @@ def _shift_of_scheduler(draft: PeerSetup) -> float | None:
 @default_of("init_of_diffusers")
 def init_of_diffusers(draft: PeerSetup) -> bool | None:
     """The scripts of DreamBooth draw the first matrix from a normal distribution, those of CogVideoX as PEFT does."""
-    return True if re.search(r"dreambooth_lora", script_of(draft)) else None
+    if re.search(r"dreambooth_lora", script_of(draft)):
+        return True
+    return None
 
 
 @default_of("precondition_of_diffusers")
 def precondition_of_diffusers(draft: PeerSetup) -> int | None:
     """On in the scripts of SD3, which alone have it."""
-    return 1 if "sd3" in script_of(draft) else None
+    if "sd3" in script_of(draft):
+        return 1
+    return None
 
 
 @conversion(":precondition")
@@ -199,14 +209,18 @@ def precondition(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @default_of("ko_timesteps")
 def ko_timesteps_default(draft: PeerSetup) -> str | None:
     """By script: sigma for FLUX.1 and SD3, shift for Lumina."""
-    return "shift" if script_of(draft).startswith("lumina") else "sigma"
+    if script_of(draft).startswith("lumina"):
+        return "shift"
+    return "sigma"
 
 
 def _usual_shift(draft: PeerSetup) -> float:
     """`discrete_flow_shift` unless it is given: 1 in musubi-tuner; 6 for Lumina 2 and 3 for FLUX.1 in kohya's."""
     if draft.tool.name == "musubi":
         return 1.0
-    return 6.0 if family_of(draft) == "lumina2" else 3.0
+    if family_of(draft) == "lumina2":
+        return 6.0
+    return 3.0
 
 
 def _shift_of_flux2(draft: PeerSetup) -> float:
@@ -271,7 +285,9 @@ def ai_timesteps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @default_of("prediction_of_kohya")
 def prediction_of_kohya(draft: PeerSetup) -> str | None:
     """`sigma_scaled` in flux_train_utils.py; other scripts compare velocities."""
-    return "sigma_scaled" if family_of(draft) == "flux" else None
+    if family_of(draft) == "flux":
+        return "sigma_scaled"
+    return None
 
 
 @conversion(":prediction_type")
@@ -286,7 +302,9 @@ def prediction_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def sigma_range(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Timesteps of a thousand, as noise levels."""
     low, high = float(draft.get("min_timestep", 0)) / 1000, float(draft.get("max_timestep", 1000)) / 1000
-    return {} if (low, high) == (0, 1) else {key_of(row): [low, high]}
+    if (low, high) == (0, 1):
+        return {}
+    return {key_of(row): [low, high]}
 
 
 @conversion(":boundaries")
@@ -295,7 +313,9 @@ def boundaries(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     low = 1 - float(draft.get("max_timestep_boundary", 1.0))
     high = 1 - float(draft.get("min_timestep_boundary", 0.0))
     draft.note(key_of(row), "shares of the steps there, which the shift moves: see docs/generation.md")
-    return {} if (low, high) == (0, 1) else {key_of(row): [round(low, 4), round(high, 4)]}
+    if (low, high) == (0, 1):
+        return {}
+    return {key_of(row): [round(low, 4), round(high, 4)]}
 
 
 @conversion(":guidance")
@@ -307,7 +327,9 @@ def guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @default_of("guidance_one")
 def guidance_one(draft: PeerSetup) -> float | None:
     """1 for the generators that take guidance as an input, in ai-toolkit and musubi-tuner."""
-    return 1.0 if family_of(draft) in ("flux", "flux2", "hunyuan") else None
+    if family_of(draft) in ("flux", "flux2", "hunyuan"):
+        return 1.0
+    return None
 
 
 @conversion(":bypass_guidance")

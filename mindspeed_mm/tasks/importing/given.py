@@ -75,7 +75,9 @@ def read_given(words: Sequence[str]) -> Given:
         _is_file(words[0]) and first.is_file() and first.suffix != ".sh" and not _is_program(first)
     ):
         given = read_file(first)
-        return with_options(given, options_of(words[1:], "command line")) if len(words) > 1 else given
+        if len(words) > 1:
+            return with_options(given, options_of(words[1:], "command line"))
+        return given
     if first.suffix == ".sh":
         return _read_script(first)
     return _read_command(words, "command line")
@@ -139,7 +141,9 @@ def value_of(text: str) -> object:
     if text.lower() in ("null", "none", "~"):
         return None
     if _NUMBER.fullmatch(text):
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        if re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+        return float(text)
     return text
 
 
@@ -147,7 +151,9 @@ def _given_value(values: Sequence[object]) -> object:
     """A switch is on, one value is itself, several are a list."""
     if not values:
         return True
-    return values[0] if len(values) == 1 else values
+    if len(values) == 1:
+        return values[0]
+    return values
 
 
 def _flatten(node: Node, prefix: str) -> Iterator[Setting]:
@@ -201,7 +207,9 @@ def _too_deep(text: str) -> bool:
 def _line_of(text: str, key: str) -> int:
     """The line of a key's last name, the first one of that name."""
     found = re.search(rf"^\s*{re.escape(key.rpartition('.')[2])}\s*=", text, re.MULTILINE)
-    return text.count("\n", 0, found.start()) + 1 + found.group().count("\n") if found else 1
+    if found:
+        return text.count("\n", 0, found.start()) + 1 + found.group().count("\n")
+    return 1
 
 
 def _split(text: str, where: str) -> list[str]:
@@ -317,7 +325,9 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
         return variables.get(name, match[2] if match[2] is not None else f"{UNKNOWN}{name}{UNKNOWN}")
 
     filled = _VARIABLE.sub(value, word)
-    return UNKNOWN + filled.strip("`") + UNKNOWN if filled.startswith(("$(", "`")) else filled
+    if filled.startswith(("$(", "`")):
+        return UNKNOWN + filled.strip("`") + UNKNOWN
+    return filled
 
 
 def _read_command(words: Sequence[str], where: str, variables: Mapping[str, str] | None = None) -> Given:
@@ -378,4 +388,6 @@ def _with_file(given: Given) -> Given:
 def shell_value(value: object) -> str | None:
     """The name of what only a shell could work out in a value; None where it is plain."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text.split(UNKNOWN)[1] or "a command" if UNKNOWN in text else None
+    if UNKNOWN in text:
+        return text.split(UNKNOWN)[1] or "a command"
+    return None

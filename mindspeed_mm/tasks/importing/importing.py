@@ -215,7 +215,9 @@ def _outcome(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return {}
     if row.how == "no":
         is_off = value is False or value in (0, 0.0, "") or str(value).lower() in ("false", "none", "no")
-        return Told("idle", "it is off") if is_off else Told("unsupported", row.note)
+        if is_off:
+            return Told("idle", "it is off")
+        return Told("unsupported", row.note)
     try:
         if row.how == "":
             return plain_value(row, value)
@@ -366,7 +368,9 @@ def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> No
     """Take keys out again; the settings that they came from have no effect. With `exact`, the prefix is the key."""
 
     def is_meant(key: str) -> bool:
-        return key == prefix if exact else key.startswith(prefix)
+        if exact:
+            return key == prefix
+        return key.startswith(prefix)
 
     for key in [key for key in draft.out if is_meant(key)]:
         del draft.out[key]

@@ -101,7 +101,9 @@ def adapter(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":target_linear")
 def target_linear(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """All linear layers, which are our default for models of text."""
-    return targets(draft, replace(row, ours=f"{LORA}.target_modules"), "all-linear") if is_on(value) else {}
+    if is_on(value):
+        return targets(draft, replace(row, ours=f"{LORA}.target_modules"), "all-linear")
+    return {}
 
 
 @conversion(":target_parameters")
@@ -117,7 +119,9 @@ def quant_bits(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     if str(draft.get("quant_method", "bnb")).lower() not in ("bnb", "hqq"):
         return no("train on the model that is not quantized, with training.lora.quantize: nf4")
     names = {4: "nf4", 8: "int8"}
-    return {f"{LORA}.quantize": names[value]} if value in names else no("training.lora.quantize has nf4 and int8")
+    if value in names:
+        return {f"{LORA}.quantize": names[value]}
+    return no("training.lora.quantize has nf4 and int8")
 
 
 @conversion(":towers")
@@ -125,7 +129,9 @@ def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """What a vision-language model trains beside its language model."""
     language, vision, projector = _frozen(draft, row)
     if not draft.sees:
-        return idle("the model has no vision tower") if not language else {"model.freeze": ["model"]}
+        if not language:
+            return idle("the model has no vision tower")
+        return {"model.freeze": ["model"]}
     found = draft.parts
     is_lora = draft.out.get(f"{LORA}.enable", False)
     if draft.get("tuner_type", draft.get("train_type")) == "lora_llm" and found is not None:
@@ -147,7 +153,9 @@ def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
             *([] if projector or bridge.startswith(tower) else [f"{bridge}.*"]),
         ]
         base = [] if language else texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"])
-        return {f"{LORA}.target_modules": [*base, *names]} if names else {}
+        if names:
+            return {f"{LORA}.target_modules": [*base, *names]}
+        return {}
     frozen = []
     if vision:
         inside = bridge.startswith(tower)
@@ -156,7 +164,9 @@ def towers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         frozen.append(bridge)
     if language:
         frozen += ["model.language_model", "lm_head"]
-    return {"model.freeze": frozen} if frozen else {}
+    if frozen:
+        return {"model.freeze": frozen}
+    return {}
 
 
 def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
@@ -200,7 +210,9 @@ def sw_tokens(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         if file is None:
             return no(f"{word} is not here: list its tokens in {key_of(row)}")
         tokens += read_config_text(file).split()
-    return {key_of(row): tokens} if tokens else {}
+    if tokens:
+        return {key_of(row): tokens}
+    return {}
 
 
 @conversion(":token_area")
@@ -245,7 +257,9 @@ def ax_inputs(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @default_of("inputs_of_axolotl")
 def inputs_of_axolotl(draft: PeerSetup) -> bool | None:
     """Off in a supervised setup, where pictures may turn it on (`ax_inputs`); other methods have no such setting."""
-    return False if draft.method == "sft" else None
+    if draft.method == "sft":
+        return False
+    return None
 
 
 # --- batch, sharding, recomputation -----------------------------------------------------------------------------------
@@ -268,14 +282,18 @@ def global_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":sw_accumulation")
 def sw_accumulation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Micro-batches of a step; with a global batch that follows from it."""
-    return {} if draft.has("global_batch_size") else {key_of(row): int(value)}
+    if draft.has("global_batch_size"):
+        return {}
+    return {key_of(row): int(value)}
 
 
 @default_of("sw_accumulation")
 def default_accumulation(draft: PeerSetup) -> int:
     """About 16 rows a step, as ms-swift's TrainArgumentsMixin has it; 1 for GRPO."""
     micro = int(draft.get("per_device_train_batch_size", 1))
-    return 1 if draft.method == "grpo" else max(1, math.ceil(16 / micro / processes(draft)))
+    if draft.method == "grpo":
+        return 1
+    return max(1, math.ceil(16 / micro / processes(draft)))
 
 
 @default_of("lr_of_swift")
@@ -284,13 +302,17 @@ def lr_of_swift(draft: PeerSetup) -> float | None:
     if draft.has("lr"):
         return None
     usual = "full" if draft.is_second_program else "lora"
-    return 1e-5 if draft.get("tuner_type", draft.get("train_type", usual)) == "full" else 1e-4
+    if draft.get("tuner_type", draft.get("train_type", usual)) == "full":
+        return 1e-5
+    return 1e-4
 
 
 @default_of("rlhf_type")
 def default_rlhf_type(draft: PeerSetup) -> str | None:
     """`swift rlhf` without a type is DPO."""
-    return "dpo" if draft.method == "dpo" else None
+    if draft.method == "dpo":
+        return "dpo"
+    return None
 
 
 @conversion(":sharding")
@@ -323,13 +345,17 @@ def ax_bf16(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """axolotl's bf16, where auto is bf16 on devices that have it."""
     if str(value).lower() == "auto" and (is_on(draft.get("fp16", False)) or is_on(draft.get("float16", False))):
         return {}
-    return {key_of(row): "bf16"} if str(value).lower() in ("auto", "full", "true") else {}
+    if str(value).lower() in ("auto", "full", "true"):
+        return {key_of(row): "bf16"}
+    return {}
 
 
 @conversion(":auto_flag")
 def auto_flag(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """A switch; auto leaves it to us."""
-    return {} if str(value).lower() == "auto" else {key_of(row): is_on(value)}
+    if str(value).lower() == "auto":
+        return {}
+    return {key_of(row): is_on(value)}
 
 
 @conversion(":ax_recompute")
@@ -343,7 +369,9 @@ def ax_recompute(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":ax_offload")
 def ax_offload(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """Whether activations wait on the host for the backward pass."""
-    return {} if str(value).lower() == "false" else {key_of(row): True}
+    if str(value).lower() == "false":
+        return {}
+    return {key_of(row): True}
 
 
 @conversion(":plugin")

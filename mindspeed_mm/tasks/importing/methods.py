@@ -116,11 +116,15 @@ def _of_options(draft: PeerSetup) -> str:
     if draft.tool.name == "trl":
         if draft.has("num_generations") or draft.has("reward_funcs"):
             return "grpo"
-        return "dpo" if draft.has("beta") else "sft"
+        if draft.has("beta"):
+            return "dpo"
+        return "sft"
     if draft.tool.name == "axolotl" and any(map(draft.has, ("pretraining_dataset[].path", "pretraining_dataset"))):
         return "pretrain"
     is_dpo = draft.get("dist_config.name") and "dpo" in str(draft.get("train_dataset", ""))
-    return "dpo" if is_dpo else "sft"
+    if is_dpo:
+        return "dpo"
+    return "sft"
 
 
 def _in_name(stem: str) -> str:

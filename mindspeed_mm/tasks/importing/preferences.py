@@ -19,7 +19,9 @@ def beta(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The β of pairs, or of the divergence in GRPO."""
     if draft.method == "grpo":
         is_given = "beta" in draft.settings or draft.tool.name == "ms-swift"
-        return {"posttrain.grpo.beta": float(value)} if is_given else {}
+        if is_given:
+            return {"posttrain.grpo.beta": float(value)}
+        return {}
     return {"posttrain.dpo.beta": float(value)}
 
 
@@ -30,11 +32,15 @@ def loss_type(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     names = texts(value)
     if draft.method == "grpo":
         known = ("dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo", "luspo")
-        return {"posttrain.grpo.loss_type": names[0]} if names[0] in known else no(f"{names[0]} is not built")
+        if names[0] in known:
+            return {"posttrain.grpo.loss_type": names[0]}
+        return no(f"{names[0]} is not built")
     if draft.method != "dpo" and row.how == ":pairloss":
         return idle("it belongs to preference pairs")
     if draft.method != "dpo":
-        return {} if names[0] in ("nll", "none", "default") else no("features.loss_cfg.loss_type chooses the loss")
+        if names[0] in ("nll", "none", "default"):
+            return {}
+        return no("features.loss_cfg.loss_type chooses the loss")
     unknown = [name for name in names if name not in PAIR_LOSSES]
     if unknown:
         return no(f"{unknown[0]} is not built; posttrain.dpo.loss_type takes {', '.join(PAIR_LOSSES)}")
@@ -50,7 +56,9 @@ def note_orpo(draft: PeerSetup) -> None:
 @conversion(":sync_ref")
 def sync_ref(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     """The reference follows the policy (TR-DPO)."""
-    return {key_of(row): int(draft.get("ref_model_sync_steps", 512))} if is_on(value) else {}
+    if is_on(value):
+        return {key_of(row): int(draft.get("ref_model_sync_steps", 512))}
+    return {}
 
 
 _REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_format", "accuracy": "exact_match"}
@@ -88,7 +96,9 @@ def vllm(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 @conversion(":lf_ftx")
 def lf_ftx(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """LLaMA-Factory's weight of the cross-entropy, which it takes as a mean over pairs (compute_preference_loss)."""
-    return {key_of(row): float(value), "posttrain.dpo.pref_ftx_by": "pair"} if float(value) else {}
+    if float(value):
+        return {key_of(row): float(value), "posttrain.dpo.pref_ftx_by": "pair"}
+    return {}
 
 
 @conversion(":cpo_alpha")
@@ -96,7 +106,9 @@ def cpo_alpha(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The weight of the cross-entropy beside SimPO, which CPO's trainer adds unless it is 0 (TRL's CPOConfig)."""
     if "simpo" not in draft.out.get("posttrain.dpo.loss_type", ()):
         return idle("it belongs to CPO and SimPO")
-    return {key_of(row): float(value)} if float(value) else {}
+    if float(value):
+        return {key_of(row): float(value)}
+    return {}
 
 
 @default_of("beta_of_swift")
@@ -104,19 +116,25 @@ def beta_of_swift(draft: PeerSetup) -> float:
     """0.04 for GRPO, 2 for SimPO, else 0.1 (RLHFArguments)."""
     if draft.method == "grpo":
         return 0.04
-    return 2.0 if "simpo" in draft.out.get("posttrain.dpo.loss_type", ()) else 0.1
+    if "simpo" in draft.out.get("posttrain.dpo.loss_type", ()):
+        return 2.0
+    return 0.1
 
 
 @default_of("loss_of_swift")
 def loss_of_swift(draft: PeerSetup) -> str | None:
     """The loss of GRPO as it was first published (RLHFArguments)."""
-    return "grpo" if draft.method == "grpo" else None
+    if draft.method == "grpo":
+        return "grpo"
+    return None
 
 
 @default_of("temperature_of_swift")
 def temperature_of_swift(draft: PeerSetup) -> float | None:
     """0.9 while samples are drawn (RLHFArguments)."""
-    return 0.9 if draft.method == "grpo" else None
+    if draft.method == "grpo":
+        return 0.9
+    return None
 
 
 @conversion(":steps_per_generation")

@@ -143,4 +143,6 @@ def _by_most_words(keys: Collection[str]) -> PeerTool | None:
     """The tool that knows at least four settings, and most of all that are given."""
     counts = {name: sum(key in words_of(name) for key in keys) for name in TOOLS}
     best = max(counts, key=lambda name: counts[name])
-    return TOOLS[best] if counts[best] >= max(4, 0.6 * len(keys)) else None
+    if counts[best] >= max(4, 0.6 * len(keys)):
+        return TOOLS[best]
+    return None

@@ -64,7 +64,9 @@ def _of_hub(draft: PeerSetup, entry: JsonObject) -> object:
     path = draft.folder_of(str(entry["hf_hub_url"]), "data", data_fetch)
     named = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {})}
     attr = {key: named[key] for key in DatasetAttr.model_fields if named.get(key)}
-    return {"path": path, "attr": attr} if attr else path
+    if attr:
+        return {"path": path, "attr": attr}
+    return path
 
 
 def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
@@ -91,7 +93,9 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
 
 def texts_or_entries(sets: object) -> list[object]:
     """The entries of `dataset`: a list as it is, or the names in a text."""
-    return sets if isinstance(sets, list) else [each.strip() for each in str(sets).split(",")]
+    if isinstance(sets, list):
+        return sets
+    return [each.strip() for each in str(sets).split(",")]
 
 
 def name_apart(draft: PeerSetup) -> None:
@@ -155,7 +159,9 @@ def sw_system(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         if file is None:
             return no(f"{text} is not here: write its text into basic_parameters.default_system")
         text = read_config_text(file).strip()
-    return {key_of(row): text} if text else {}
+    if text:
+        return {key_of(row): text}
+    return {}
 
 
 @conversion(":loss_scale")
@@ -211,7 +217,9 @@ def trl_answers(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
 def template_of_trl(draft: PeerSetup) -> str | None:
     """TRL writes a chat template around messages alone: a prompt that is a text is followed by its completion."""
     is_text = is_of_trl(draft) and draft.method != "pretrain" and isinstance(first_row(draft).get("prompt"), str)
-    return "completion" if is_text and not draft.has("chat_template_path") else None
+    if is_text and not draft.has("chat_template_path"):
+        return "completion"
+    return None
 
 
 @default_of("answers_of_trl")

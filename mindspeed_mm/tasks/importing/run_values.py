@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_mm.core.json_file import JsonObject, parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -90,7 +91,9 @@ def first_row(draft: PeerSetup) -> JsonObject:
     except ValueError:
         return {}
     row = row[0] if isinstance(row, list) and row else row
-    return row if isinstance(row, dict) else {}
+    if isinstance(row, dict):
+        return row
+    return {}
 
 
 def _file_of(draft: PeerSetup, entry: object) -> Path | None:
@@ -108,7 +111,9 @@ def _rows_in(file: Path) -> int | None:
         rows = parse_json(content)
     except ValueError:
         return None
-    return len(rows) if isinstance(rows, list) else None
+    if isinstance(rows, list):
+        return len(rows)
+    return None
 
 
 def processes(draft: PeerSetup) -> int:
@@ -140,7 +145,9 @@ def total_steps(draft: PeerSetup) -> float | None:
     if draft.out.get("training.train_iters"):
         return float(draft.out["training.train_iters"])
     epoch = steps_of_epoch(draft)
-    return None if epoch is None else epoch * float(draft.out.get("training.train_epochs", 1))
+    if epoch is None:
+        return None
+    return epoch * float(draft.out.get("training.train_epochs", 1))
 
 
 @conversion(":steps")
@@ -227,7 +234,9 @@ def min_lr_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":constant_ratio")
 def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The share of the run at the lowest rate, behind the decay."""
-    return {"training.lr_decay_ratio": 1 - float(value)} if float(value) else {}
+    if float(value):
+        return {"training.lr_decay_ratio": 1 - float(value)}
+    return {}
 
 
 @conversion(":optimizer")
@@ -237,10 +246,13 @@ def optimizer(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
     found: JsonObject = {}
     if "muon" in word:
         return {"training.optimizer": "muon"}
+    if "lion" in word:
+        return no("lion's decay rates differ from tool to tool; write optimizer: lion, lion_beta1 and lion_beta2")
+    known = f"training.optimizer has {', '.join(OPTIMIZERS)}"
     if not re.search(r"adamw|^adam$|adam8bit|adam_|sgd|^none$|^$", word) or "schedule" in word or "mini" in word:
-        return no(f"{value} is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"{value} is not built; {known}")
     if "sgd" in word:
-        return no("sgd is not built; training.optimizer has adamw, adamw_swap and muon")
+        return no(f"sgd is not built; {known}")
     if re.search(r"8_?bit|4_?bit", word):
         found["training.optimizer_state_dtype"] = "int8"
     elif "paged" in word:
@@ -341,7 +353,9 @@ def eval_steps(draft: PeerSetup, row: PeerRow, value: object) -> Outcome:
         return {"training.val_interval": int(value)}
     total = total_steps(draft)
     if not value or total is None:
-        return {} if not value else no("a share of the run; write the number of steps into training.val_interval")
+        if not value:
+            return {}
+        return no("a share of the run; write the number of steps into training.val_interval")
     return {"training.val_interval": max(1, round(total * value))}
 
 
@@ -385,14 +399,18 @@ def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def drop_last(draft: PeerSetup) -> bool | None:
     """transformers' Trainer trains on every row of an epoch, LLaMA-Factory's version 1 and Megatron do not; prompts of
     GRPO come in whole groups."""
-    return None if draft.method == "grpo" or draft.is_second_program else False
+    if draft.method == "grpo" or draft.is_second_program:
+        return None
+    return False
 
 
 @default_of("warmup_of_axolotl")
 def warmup_of_axolotl(draft: PeerSetup) -> float:
     """3 % of the steps, at most 100 of them (core/builders/base.py)."""
     total = total_steps(draft)
-    return 0.03 if total is None else min(0.03, 100 / total)
+    if total is None:
+        return 0.03
+    return min(0.03, 100 / total)
 
 
 @default_of("lr_of_trl")
@@ -400,7 +418,9 @@ def lr_of_trl(draft: PeerSetup) -> float:
     """SFTConfig 2e-5, DPOConfig and GRPOConfig 1e-6, TrainingArguments 5e-5."""
     if draft.method in ("dpo", "grpo"):
         return 1e-6
-    return 2e-5 if is_of_trl(draft) else 5e-5
+    if is_of_trl(draft):
+        return 2e-5
+    return 5e-5
 
 
 def is_of_trl(draft: PeerSetup) -> bool:
@@ -412,13 +432,17 @@ def is_of_trl(draft: PeerSetup) -> bool:
 @default_of("bf16_of_trl")
 def bf16_of_trl(draft: PeerSetup) -> bool | None:
     """TRL computes in bf16 unless it is told otherwise; transformers' Trainer does not."""
-    return True if is_of_trl(draft) and not draft.has("fp16") else None
+    if is_of_trl(draft) and not draft.has("fp16"):
+        return True
+    return None
 
 
 @default_of("recompute_of_trl")
 def recompute_of_trl(draft: PeerSetup) -> bool | None:
     """TRL switches recomputation on; transformers' Trainer does not."""
-    return True if is_of_trl(draft) else None
+    if is_of_trl(draft):
+        return True
+    return None
 
 
 @default_of("targets_of_peft")

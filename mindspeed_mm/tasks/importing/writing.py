@@ -90,7 +90,9 @@ def _scalar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return "true" if value else "false"
+        if value:
+            return "true"
+        return "false"
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, int):

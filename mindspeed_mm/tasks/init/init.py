@@ -171,14 +171,18 @@ class _Setup:
     @property
     def rates(self) -> Mapping[Method, float]:
         """Learning rate of each method."""
-        return RATES_OF_PAIRS if self.holds_pairs else RATES
+        if self.holds_pairs:
+            return RATES_OF_PAIRS
+        return RATES
 
     def methods(self) -> tuple[Method, ...]:
         """Methods to try, the best one first; generators are adapted, as their users do."""
         if self.request.method != "auto":
             return (self.request.method,)
         methods: tuple[Method, ...] = ("lora",) if self.kind is GENERATOR else ("full", "lora")
-        return (*methods, "qlora") if self.is_accelerator else methods
+        if self.is_accelerator:
+            return (*methods, "qlora")
+        return methods
 
     def ways(self, method: Method) -> Iterator[Way]:
         """Ways of a method from the fastest one on; the last one needs least memory."""
@@ -304,7 +308,9 @@ class _Setup:
         """Learning rates that others train with."""
         if self.holds_pairs:
             return "5e-7 to 5e-6" if way.method == "full" else "5e-6 to 5e-5"
-        return "1e-6 to 2e-5" if way.method == "full" else "5e-5 to 3e-4"
+        if way.method == "full":
+            return "1e-6 to 2e-5"
+        return "5e-5 to 3e-4"
 
     def script(self) -> str:
         """The commands that check and train."""

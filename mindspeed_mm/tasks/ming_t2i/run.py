@@ -75,7 +75,9 @@ def run(words: Sequence[str]) -> Path:
 def model_folder(options: argparse.Namespace) -> Path:
     """The folder that trains: the given one, or beside the run the one that is made of a released folder."""
     given, save = Path(options.pretrained_model_name_or_path), options.output_dir
-    return given if (given / GENERATOR_INDEX).is_file() else save.with_name(f"{save.name}.model")
+    if (given / GENERATOR_INDEX).is_file():
+        return given
+    return save.with_name(f"{save.name}.model")
 
 
 def make_model(options: argparse.Namespace, *, is_first: bool, now: Callable[[], float] = time.monotonic) -> None:

@@ -215,7 +215,9 @@ def as_record(card: ModelCard) -> JsonObject:
 
 def _test(proof: str, case: str) -> str:
     """What a card names: a test of its own, or cases of the proof's."""
-    return case if "::" in case else f"{PROOFS[proof].test} [{case}]"
+    if "::" in case:
+        return case
+    return f"{PROOFS[proof].test} [{case}]"
 
 
 def as_markdown(cards: Sequence[ModelCard]) -> str:
@@ -242,4 +244,6 @@ def sizes(card: ModelCard) -> str:
 
 
 def _short_size(size: float) -> str:
-    return f"{size:.0f}" if size >= 10 else f"{size:.1f}"
+    if size >= 10:
+        return f"{size:.0f}"
+    return f"{size:.1f}"

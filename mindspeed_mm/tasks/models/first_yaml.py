@@ -79,7 +79,9 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
     sections = sections_for(f"models/{name}", rows, folder, method=chosen, save="runs/mine", dtype="bf16")
     if generates:
         sections = merged(sections, {"training": {"train_epochs": None, "train_iters": _STEPS}})
-    return merged(sections, card.smallest) if card is not None else sections
+    if card is not None:
+        return merged(sections, card.smallest)
+    return sections
 
 
 def merged(base: JsonMapping, changes: JsonMapping) -> JsonObject:

@@ -111,4 +111,6 @@ def _groups(samples: Sequence[Any]) -> list[list[RolloutSample]]:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    if len(line) <= _LONGEST:
+        return line
+    return line[: _LONGEST - 1] + "…"

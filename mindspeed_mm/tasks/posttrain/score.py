@@ -189,7 +189,9 @@ def _medium_or_text(
             return replace(problem, where=place, key=key)
 
         with told_as(of_the_row):
-            return _frames(media, name) if _is_clip(name) else media.load_image(name)
+            if _is_clip(name):
+                return _frames(media, name)
+            return media.load_image(name)
     for name in _TEXTS:
         if isinstance(row.get(name), str):
             return row[name]

@@ -91,7 +91,9 @@ def _single_rewards(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def _records(run: ReportedRun, chart: Chart) -> Sequence[Record]:
-    return run.evaluations if chart.is_rare else run.steps
+    if chart.is_rare:
+        return run.evaluations
+    return run.steps
 
 
 def points(records: Sequence[Record], key: str) -> Curve:
@@ -119,7 +121,9 @@ def thinned(curve: Curve) -> Curve:
         return curve
     stride = -(-len(curve) // MOST_POINTS)
     kept = curve[::stride]
-    return kept if kept[-1] == curve[-1] else [*kept, curve[-1]]
+    if kept[-1] == curve[-1]:
+        return kept
+    return [*kept, curve[-1]]
 
 
 def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:

@@ -142,7 +142,9 @@ def _settings(configuration: str) -> dict[str, str]:
         loaded = plain(parse_yaml(configuration, "resolved.yaml").root)
     except ConfigError:
         return {}  # a configuration that a person has changed by hand; it is shown below as it is
-    return dict(_leaves(loaded, "")) if isinstance(loaded, dict) else {}
+    if isinstance(loaded, dict):
+        return dict(_leaves(loaded, ""))
+    return {}
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -72,7 +72,9 @@ def _tables_of(run: ReportedRun, series: int) -> Iterator[ScoreTable]:
 
 def judged(run: ReportedRun) -> str:
     """What samples of a run are: a generator's are its own, and judged by others."""
-    return "generated" if run.rounds else "held-out"
+    if run.rounds:
+        return "generated"
+    return "held-out"
 
 
 def _score_lines(results: Record, run: ReportedRun, series: int) -> list[Line]:
@@ -150,4 +152,6 @@ def _number_line(task: str, found: Record, count: str, run: ReportedRun, series:
 
 def short(value: object) -> str:
     """A number in four digits, anything else as it is."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

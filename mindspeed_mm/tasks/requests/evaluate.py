@@ -248,8 +248,8 @@ def _check_judge(request: EvaluateRequest) -> None:
     if request.judge is None:
         for name in ("judge_model", "judge_key_env"):
             if getattr(request, name) is not None:
-                key = f"--{name.replace('_', '-')}"
-                raise UsageError("there is no judge", key=key, way_out="Give its address: --judge URL.")
+                way_out = "Give its address: --judge URL."
+                raise UsageError("there is no judge", key=request.flag_of(name), way_out=way_out)
         return
     if request.benchmark not in (None, *JUDGED):
         what = f"the authors of {request.benchmark} score by their rule alone"

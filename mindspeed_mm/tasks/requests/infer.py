@@ -78,6 +78,12 @@ class InferRequest(Request):
         "Number of beams of a beam search; default: generation_config.json.", least=1, only=LANGUAGE
     )
     hide_thoughts: bool = option("Remove thoughts from the answers.", False, only=LANGUAGE)
+    stops: tuple[str, ...] = option(
+        "Text before which an answer ends, thoughts included; may be repeated.",
+        (),
+        flag="--stop",
+        only=LANGUAGE,
+    )
     speak: Path | None = option(
         "Speak into this WAV file: the text of --prompt or, if the model answers questions (Qwen3-Omni), its answer.",
         only=LANGUAGE,
@@ -161,13 +167,17 @@ class InferRequest(Request):
         """Check every field, and that texts are whole.
 
         Raises:
-            UsageError: A value is out of range, or a text holds half a character.
+            UsageError: A value is out of range, or a text that ends answers is empty.
+            DataError: A text holds half a character.
         """
         super().__post_init__()
         check_whole_characters(self.prompts, "--prompt")
         check_whole_characters(self.negative_prompt, "--negative-prompt")
         check_whole_characters(self.audio_text, "--audio-text")
         check_whole_characters(self.instructions, "--instructions")
+        check_whole_characters(self.stops, "--stop")
+        if "" in self.stops:
+            raise UsageError("an empty text would end every answer", key="--stop", way_out="Give a text.")
 
     @property
     def media(self) -> list[tuple[Medium, Path]]:
@@ -182,7 +192,9 @@ class InferRequest(Request):
     @property
     def prompt(self) -> str:
         """The question for a language model; empty where media ask."""
-        return self.prompts[0] if self.prompts else ""
+        if self.prompts:
+            return self.prompts[0]
+        return ""
 
     @property
     def longest_answer(self) -> int:
@@ -244,10 +256,10 @@ class InferRequest(Request):
             if name in names:
                 what = "nothing is drawn" if name in _OF_DRAWING else "is not built for models that answer and draw"
                 way_out = "Name the file for the picture: --draw FILE." if name in _OF_DRAWING else "Leave it out."
-                raise UsageError(what, key=_option_name(name), way_out=way_out)
+                raise UsageError(what, key=self.flag_of(name), way_out=way_out)
         for name in ("temperature", "max_new_tokens"):
             if self.draw is not None and name in names:
-                raise UsageError("the answer is a picture", key=_option_name(name), way_out="Leave it out, or --draw.")
+                raise UsageError("the answer is a picture", key=self.flag_of(name), way_out="Leave it out, or --draw.")
         for kind, path in self.media:
             if kind != "image":
                 raise UsageError(f"such a model takes no {kind}", key=f"--{kind}", way_out="Leave it out.")
@@ -261,8 +273,8 @@ class InferRequest(Request):
             raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
         for name in ("prompts", "images", "draw"):
             if name in names:
-                flag = {"prompts": "--prompt", "images": "--image"}.get(name, f"--{name}")
-                raise UsageError("is for one question, and --data holds many", key=flag, way_out="Leave it out.")
+                what = "is for one question, and --data holds many"
+                raise UsageError(what, key=self.flag_of(name), way_out="Leave it out.")
 
     def check_questions(self) -> None:
         """Check what a language model is asked, before torch is imported.
@@ -294,10 +306,6 @@ _NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "batch_size", "top_p")
 _OF_ROWS = ("out", "media_dir", "overwrite")
 
 
-def _option_name(name: str) -> str:
-    return {"num_inference_steps": "--steps"}.get(name, f"--{name.replace('_', '-')}")
-
-
 def _check_source(request: InferRequest) -> None:
     """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
     media, data = request.media, request.data
@@ -320,7 +328,7 @@ def _check_source(request: InferRequest) -> None:
         raise UsageError("only rows of --data choose among adapters", key="--adapter", way_out=way_out)
     for name in ("out", "overwrite", "media_dir", "batch_size"):
         if getattr(request, name):
-            key = f"--{name.replace('_', '-')}"
+            key = request.flag_of(name)
             way_out = "Leave it out, or put the question into --data; the answer to --prompt is printed."
             raise UsageError(f"{key} can only be used with --data", key=key, way_out=way_out)
     if request.plan is not None:
@@ -335,7 +343,7 @@ def _check_speech(request: InferRequest) -> None:
         for name in ("speaker", "audio_text", "instructions"):
             if getattr(request, name) is not None:
                 way_out = "Name the file for the voice: --speak FILE."
-                raise UsageError("nothing is spoken", key=f"--{name.replace('_', '-')}", way_out=way_out)
+                raise UsageError("nothing is spoken", key=request.flag_of(name), way_out=way_out)
         return
     if request.data is not None:
         raise UsageError("only --prompt, or the answer to it, is spoken", key="--speak", way_out="Ask row by row.")
@@ -345,8 +353,10 @@ def _check_speech(request: InferRequest) -> None:
     if request.lora is not None:
         way_out = "Merge the adapters first: mm merge."
         raise UsageError("a model cannot speak with adapters that are not merged", key="--lora", way_out=way_out)
-    if request.hide_thoughts:
-        raise UsageError("all of a spoken answer is heard", key="--hide-thoughts", way_out="Leave one of them out.")
+    for name in ("hide_thoughts", "stops"):
+        if getattr(request, name):
+            key, way_out = request.flag_of(name), "Leave one of them out."
+            raise UsageError("all of a spoken answer is heard", key=key, way_out=way_out)
 
 
 def _check_drawing(request: InferRequest) -> None:
@@ -360,9 +370,9 @@ def _check_drawing(request: InferRequest) -> None:
         raise UsageError("only the answer to --prompt is drawn", key="--draw", way_out="Ask row by row.")
     if not request.prompt:
         raise UsageError("nothing says what to draw", key="--draw", way_out="Say it: --prompt TEXT.")
-    for name in ("speak", "beams", "hide_thoughts"):
+    for name in ("speak", "beams", "hide_thoughts", "stops"):
         if getattr(request, name):
-            key = f"--{name.replace('_', '-')}"
+            key = request.flag_of(name)
             raise UsageError("the answer is a picture", key=key, way_out="Leave it out, or --draw.")
     if request.max_new_tokens is not None:
         way_out = "Leave it out."
@@ -379,7 +389,7 @@ def _check_choice(request: InferRequest) -> None:
         return
     for name in without_effect:
         if getattr(request, name) is not None:
-            key = f"--{name.replace('_', '-')}"
+            key = request.flag_of(name)
             raise UsageError(f"does nothing with {because}", key=key, way_out="Leave one of them out.")
 
 
@@ -434,4 +444,4 @@ class ChatRequest(Request):
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         for name in names:
             if getattr(self, name):
-                raise UsageError(why, key=f"--{name.replace('_', '-')}", way_out="Leave it out.")
+                raise UsageError(why, key=self.flag_of(name), way_out="Leave it out.")

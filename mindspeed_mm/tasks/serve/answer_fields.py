@@ -103,7 +103,9 @@ class AnswerCall:
     def sampling_of(self, number: int) -> Sampling:
         """Of one of the answers: with a seed, each has its own, the next number (as vLLM's)."""
         seed = self.sampling.seed
-        return self.sampling if seed is None else replace(self.sampling, seed=(seed + number) % 2**63)
+        if seed is None:
+            return self.sampling
+        return replace(self.sampling, seed=(seed + number) % 2**63)
 
 
 _STEERING = (

@@ -68,7 +68,9 @@ def _speech_of(engine: Engine) -> SpeechEngine | None:
     """The part of an engine that speaks; None: it has none."""
     if isinstance(engine, SpeechEngine):
         return engine
-    return engine.speech if isinstance(engine, AnswerEngine) else None
+    if isinstance(engine, AnswerEngine):
+        return engine.speech
+    return None
 
 
 def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:

@@ -89,7 +89,9 @@ class ChatRoutes:
             desk = self._desk()
             answer = await result_of(desk.submit(row), request, row.give_up)
         desk.told(row.question, answer)
-        return PlainTextResponse(answer.text) if call.is_plain else JSONResponse({"text": answer.text})
+        if call.is_plain:
+            return PlainTextResponse(answer.text)
+        return JSONResponse({"text": answer.text})
 
     async def _heard(self, call: TranscriptionCall) -> LiveAnswer:
         """The answer to a sound, that is to come."""

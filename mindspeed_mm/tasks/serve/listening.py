@@ -55,7 +55,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def shown_host(host: str) -> str:
     """An address as it stands in a URL: one of IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 # --- connections ------------------------------------------------------------------------------------------------------

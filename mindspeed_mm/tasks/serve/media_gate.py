@@ -85,7 +85,9 @@ class MediaGate:
         if scheme == "file":
             return self._file(unquote(urlsplit(source).path))
         is_data = len(source) > _LONGEST_PATH
-        return self._decoded(source) if is_data or self._folder is None else self._file(source)
+        if is_data or self._folder is None:
+            return self._decoded(source)
+        return self._file(source)
 
     def _decoded(self, text: str) -> bytes:
         self._limits.check("max_media_mib", len(text) * 3 / 4 / _MIB, f"a medium has {len(text) * 3 // 4:,} bytes")

@@ -80,4 +80,6 @@ def _head(name: str, told: str, kind: str) -> list[str]:
 
 def _labels(labels: Sequence[tuple[str, str]]) -> str:
     inner = ",".join(f'{name}="{value}"' for name, value in labels)
-    return f"{{{inner}}}" if inner else ""
+    if inner:
+        return f"{{{inner}}}"
+    return ""

@@ -177,4 +177,6 @@ def _calls(calls: list[JsonObject]) -> list[JsonObject]:
 
 
 def _reason(row: LiveAnswer) -> str:
-    return "stop" if row.ending == "stop" else "length"
+    if row.ending == "stop":
+        return "stop"
+    return "length"

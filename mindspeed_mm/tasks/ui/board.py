@@ -370,7 +370,9 @@ class Showing:
             return named
         where = Path(str(folder))
         is_inside = where.is_absolute() and where.resolve().is_relative_to(self._root)
-        return named if is_inside else replace(named, results={**run.results, "media_dir": str(run.path)})
+        if is_inside:
+            return named
+        return replace(named, results={**run.results, "media_dir": str(run.path)})
 
 
 _UNREAD = frozenset({"model", "rows", "rollouts", "hf", "exported"})

@@ -52,7 +52,9 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
         content = os.pread(descriptor, most_bytes, start)
     finally:
         os.close(descriptor)
-    return content.partition(b"\n")[2] if start else content
+    if start:
+        return content.partition(b"\n")[2]
+    return content
 
 
 def _open(path: Path) -> int:

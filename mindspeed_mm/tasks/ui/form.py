@@ -125,7 +125,9 @@ def compose(text: str, values: Mapping[str, str]) -> str:
     _prune(root)
     out = io.StringIO()
     _yaml().dump(root, out)
-    return out.getvalue() if root else ""
+    if root:
+        return out.getvalue()
+    return ""
 
 
 def _round_trip(text: str) -> CommentedMap:

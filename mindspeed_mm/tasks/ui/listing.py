@@ -199,7 +199,9 @@ def _object(path: Path) -> Record | None:
         content = parse_json(read_head(path, _HEAD_BYTES))
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        return content
+    return None
 
 
 def _last_numbers(path: Path) -> Record:
@@ -230,6 +232,10 @@ def _state(folder: Path, names: dict[str, os.DirEntry[str]], content: _Known) ->
     lock = RunFolder(folder).lock_file.name
     if status in ("", "running"):
         if lock in names and names[lock].is_file(follow_symlinks=False) and RunFolder(folder).is_held():
-            return "running" if status else "starting"
-        return "killed" if status else "unknown"
+            if status:
+                return "running"
+            return "starting"
+        if status:
+            return "killed"
+        return "unknown"
     return visible(status)[:20]

@@ -72,7 +72,9 @@ class _Kept:
     def float_of(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(plain)
         def own(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            return tensor.double() if self._is_kept(tensor) else plain(tensor, *args, **kwargs)
+            if self._is_kept(tensor):
+                return tensor.double()
+            return plain(tensor, *args, **kwargs)
 
         return own
 
@@ -95,4 +97,6 @@ class _Kept:
 
 
 def _double_for_single(value: object) -> object:
-    return torch.float64 if value is torch.float32 else value
+    if value is torch.float32:
+        return torch.float64
+    return value

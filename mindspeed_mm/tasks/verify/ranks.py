@@ -153,7 +153,9 @@ def _raise(failure: Failure) -> None:
 
 
 def _ending(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    if code is not None and code < 0:
+        return f"signal {-code}"
+    return f"exit code {code}"
 
 
 @contextmanager

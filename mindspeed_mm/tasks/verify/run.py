@@ -266,7 +266,9 @@ class PartTrainer(Trainer):
     @override
     def _build_data(self, job: Job) -> RunData:
         data = super()._build_data(job)
-        return data if self.rows is None else replace(data, train=_part_of(data.train, self.rows))
+        if self.rows is None:
+            return data
+        return replace(data, train=_part_of(data.train, self.rows))
 
 
 def _part_of(dataset: MMDataset, rows: Sequence[int]) -> DatasetPart:
@@ -413,4 +415,6 @@ def _deviation(expected: torch.Tensor, found: torch.Tensor, quantity: str, step:
 
 def _size_of(tensor: torch.Tensor | None) -> float:
     """Largest entry; NaN of what is not there."""
-    return math.nan if tensor is None else float(tensor.abs().max())
+    if tensor is None:
+        return math.nan
+    return float(tensor.abs().max())

@@ -307,4 +307,6 @@ def _short(value: object) -> str:
     if value is None:
         return "null"
     text = str(value)
-    return text if len(text) <= 32 else f"{text[:29]}…"
+    if len(text) <= 32:
+        return text
+    return f"{text[:29]}…"

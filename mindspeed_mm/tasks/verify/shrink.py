@@ -315,12 +315,16 @@ def _narrow_windowed(part: Config, before: Mapping[str, object]) -> None:
 
 def _width_key(part: Config) -> str | None:
     """The setting that says how wide a section's own layers are."""
-    return _first_count(part, _WIDTHS) if _counts_in(part, _HEADS) else None
+    if _counts_in(part, _HEADS):
+        return _first_count(part, _WIDTHS)
+    return None
 
 
 def _key_heads(part: Config) -> int | None:
     key = _first_count(part, _KEY_HEADS)
-    return part[key] if key else None
+    if key:
+        return part[key]
+    return None
 
 
 def _fewer_heads(heads: int, key_heads: int | None, ranks: int) -> tuple[int, int]:

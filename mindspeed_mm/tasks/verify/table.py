@@ -105,7 +105,9 @@ def worst_rows(of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _badness(row: Row) -> float:
-    return math.inf if math.isnan(row.deviation) else row.deviation
+    if math.isnan(row.deviation):
+        return math.inf
+    return row.deviation
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -127,4 +129,6 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}e}" if value else "0"
+    if value:
+        return f"{value:.{digits}e}"
+    return "0"

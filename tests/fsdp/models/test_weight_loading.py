@@ -184,6 +184,27 @@ def test_tied_weight_stored_under_its_second_name(copied: Callable[[str], Path])
     assert report.warnings == ()
 
 
+def test_a_class_that_does_not_tie_its_head_is_told_how(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a plugin whose author forgot it; the head in `allow_missing` would be random."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = copied("tied")
+    monkeypatch.setattr(Qwen3ForCausalLM, "_tied_weights_keys", {})
+    model = ModelHub.build(arguments(folder))
+    told = r"lm_head\.weight  missing.*_tied_weights_keys = {'lm_head\.weight': 'model\.embed_tokens\.weight'}"
+    with pytest.raises(ModelFolderError, match=told):
+        check_weights(model, folder)
+    model.config.tie_word_embeddings = False
+    with pytest.raises(ModelFolderError) as untied:
+        check_weights(model, folder)
+    assert "_tied_weights_keys" not in str(untied.value)
+    model.config.text_config = Qwen3Config(tie_word_embeddings=True)
+    with pytest.raises(ModelFolderError, match=told):
+        check_weights(model, folder)
+
+
 def test_other_folder_wins_over_training_from_scratch(folders: dict[str, Path]) -> None:
     args = arguments(folders["text"], train_from_scratch=True)
     model = ModelHub.build(args)

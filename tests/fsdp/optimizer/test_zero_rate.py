@@ -13,7 +13,7 @@ from tests.helpers.tiny_run import make_tiny_run
 
 
 @pytest.mark.edge("U7")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion"])
 def test_without_a_learning_rate_the_weights_stay(optimizer: str, tmp_path: Path) -> None:
     yaml = make_tiny_run(tmp_path, training={"lr": 0, "lr_decay_style": "cosine", "lr_warmup_ratio": 0.5})
     before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()

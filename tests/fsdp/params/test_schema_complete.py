@@ -96,6 +96,8 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "training.mem_fraction_static": 0.8,
     "training.matched_adamw_rms": 0.2,
     "training.muon_momentum": 0.95,
+    "training.lion_beta1": 0.9,
+    "training.lion_beta2": 0.99,
     "training.ns_steps": 5,
     "training.clip_grad": 1.0,
     "training.clip_grad_ema_decay": None,

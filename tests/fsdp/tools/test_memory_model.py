@@ -96,6 +96,7 @@ MORE = [
     (ACCUMULATE,),
     (RECOMPUTE, "features.recompute_plan.mode=selective"),
     ("training.optimizer=muon",),
+    ("training.optimizer=lion",),
     ("training.optimizer_state_dtype=bf16", RECOMPUTE),
     ("features.enable_chunk_loss=true", BF16, ACCUMULATE),
     ("features.enable_activation_offload=true", RECOMPUTE),

@@ -28,13 +28,16 @@ from tests.helpers.runs import differing, losses, mm, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
-SWAP, MUON, BF16, INT8, OFFLOAD = (
+SWAP, MUON, LION, BF16, INT8, OFFLOAD = (
     "training.optimizer=adamw_swap",
     "training.optimizer=muon",
+    "training.optimizer=lion",
     "training.optimizer_state_dtype=bf16",
     "training.optimizer_state_dtype=int8",
     "features.enable_gradient_offload=true",
 )
+NO_KEY_BIAS = "model.freeze=[model.visual]"
+"""Its gradient is zero but for rounding, and to Lion only the sign matters."""
 EP, TP, PP = (f"parallel.{name}_parallel_size=2" for name in ("expert", "tensor", "pipeline"))
 EMA = ("training.ema.enable=true", "training.ema.decay=0.5")
 ONE_ROUND, TWO_ROUNDS = overrides(2, 1), overrides(2, 2)
@@ -58,6 +61,7 @@ EQUAL = {  # name → (model, what one process does, what two ranks do)
     "muon fsdp2, experts": ("moe", (MUON,), ONE_ROUND),
     "muon tp2": ("vlm", (MUON,), (TP, *overrides(1, 1))),
     "muon pp2": ("vlm", (MUON,), (PP, *overrides(1, 2))),
+    "lion fsdp2, offload": ("vlm", (LION, NO_KEY_BIAS), (OFFLOAD, *TWO_ROUNDS)),
     "int8 fsdp2": ("vlm", (INT8,), TWO_ROUNDS),
     "int8 ep2, swap": ("moe", (INT8,), (SWAP, EP, *ONE_ROUND)),
 }
@@ -168,6 +172,7 @@ RESUMED = {
     "bf16": (BF16, SWAP),
     "int8, offload, average": (INT8, OFFLOAD, *EMA),
     "muon": (MUON,),
+    "lion, offload": (LION, OFFLOAD),
 }
 
 
@@ -191,7 +196,7 @@ def test_the_same_state_is_gone_on_with_elsewhere(yaml: Path, tmp_path: Path) ->
     assert differing(tensors(tmp_path / "save"), tensors(tmp_path / "whole")) == []
 
 
-@pytest.mark.parametrize(("words", "key"), [((BF16,), "optimizer_state_dtype"), ((MUON,), "training.optimizer")])
+@pytest.mark.parametrize(("words", "key"), [((BF16,), "optimizer_state_dtype"), ((LION,), "training.optimizer")])
 def test_another_state_is_refused(words: tuple[str, ...], key: str, yaml: Path, tmp_path: Path) -> None:
     train(yaml, tmp_path, "--steps", 1)
     said = mm("train", yaml, f"training.save={tmp_path}", *words)

@@ -122,6 +122,17 @@ def test_a_rate_of_one_is_for_optimizers_that_work_theirs_out() -> None:
     assert "prodigy" in told(command).comments["training.lr"]
 
 
+def test_lion_is_not_taken_with_other_decay_rates() -> None:
+    """transformers gives it AdamW's, 0.9 and 0.999; its paper has 0.9 and 0.99."""
+    command = DREAMBOOTH.format("lora_flux") + "--optimizer Lion_32bit"
+    assert "write optimizer: lion, lion_beta1" in unsupported(command)["optimizer"]
+    assert "training.optimizer" not in values(command)
+    assert (
+        "training.optimizer has adamw, adamw_swap, muon, lion"
+        in unsupported(DREAMBOOTH.format("lora_flux") + "--optimizer adafactor")["optimizer"]
+    )
+
+
 def test_kohyas_scripts() -> None:
     """The rate of the transformer goes first, AdamW decays by 0.01, and all linear layers of the blocks are adapted."""
     found = values(FLUX + "--network_module networks.lora_flux --unet_lr 1e-4 --learning_rate 5e-5")

@@ -66,7 +66,9 @@ _SIGLIP = replace(
 
 
 def _describe(config: Config) -> MegatronModel:
-    return _vl2(config) if config["model_type"] == "deepseek_vl_v2" else _vl(config)
+    if config["model_type"] == "deepseek_vl_v2":
+        return _vl2(config)
+    return _vl(config)
 
 
 def _vl(config: Config) -> MegatronModel:

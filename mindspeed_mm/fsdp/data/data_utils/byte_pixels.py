@@ -93,7 +93,9 @@ def as_bytes(batch: Batch, tables: Tables) -> Batch:
             coded = _coded(values, own)
             if coded is not None:
                 batch[key], levels[key] = coded
-    return batch | {_LEVELS: levels} if levels else batch
+    if levels:
+        return batch | {_LEVELS: levels}
+    return batch
 
 
 def with_stand_ins(batch: Batch, tables: Tables) -> Batch:
@@ -127,7 +129,9 @@ def _tables(mean: object, std: object, scale: float) -> tuple[torch.Tensor, ...]
 
 
 def _of_one_channel_where_alike(table: torch.Tensor) -> torch.Tensor:
-    return table[:1].contiguous() if bool((table == table[:1]).all()) else table.contiguous()
+    if bool((table == table[:1]).all()):
+        return table[:1].contiguous()
+    return table.contiguous()
 
 
 def _coded(values: torch.Tensor, tables: Iterable[torch.Tensor]) -> tuple[torch.Tensor, _Coding] | None:
@@ -168,7 +172,9 @@ def _looked_up(table: torch.Tensor, codes_NCR: torch.Tensor) -> torch.Tensor:
 def _by_channel(values: torch.Tensor, channels: int) -> torch.Tensor | None:
     """(N, C, R) of pictures (…, C, height, width), or of patches (P, C · numbers); None: of another shape."""
     if values.dim() == 2:
-        return None if values.shape[1] % channels else values.view(len(values), channels, -1)
+        if values.shape[1] % channels:
+            return None
+        return values.view(len(values), channels, -1)
     if channels == 1:
         return values.reshape(len(values), 1, -1)
     if values.dim() < 4 or values.shape[-3] != channels:

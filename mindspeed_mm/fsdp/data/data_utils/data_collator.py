@@ -134,7 +134,9 @@ def build_collator(
             way_out="Set it to false; or leave collate_param.model_name out, which takes the processor's; or give "
             "the collator a fourth argument and register it with packs=True.",
         )
-    return collator if traits.checks_itself else partial(_collate_checked, collator, traits.extra_keys)
+    if traits.checks_itself:
+        return collator
+    return partial(_collate_checked, collator, traits.extra_keys)
 
 
 def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[object]) -> Batch:
@@ -220,7 +222,9 @@ def padding_multiple(collate_param: CollateParam) -> int:
     """The number of tokens that rows are padded to a multiple of: as configured, else what this device gains by."""
     if collate_param.pad_to_multiple_of:
         return collate_param.pad_to_multiple_of
-    return 1 if get_device_type() == "cpu" else PADDING_ON_ACCELERATORS
+    if get_device_type() == "cpu":
+        return 1
+    return PADDING_ON_ACCELERATORS
 
 
 def padded_rows(
@@ -276,7 +280,9 @@ def with_media(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequen
 def completed_by_plugin(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequence[MediaFeatures]]) -> Batch:
     """A batch with what the plugin's `complete` makes, if it has one. Arguments as of `with_media`."""
     complete = complete_of(plugin)
-    return batch if complete is None else {**batch, **complete(batch, media_of_rows)}
+    if complete is None:
+        return batch
+    return {**batch, **complete(batch, media_of_rows)}
 
 
 def left_padded_rows(rows: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float]) -> dict[str, torch.Tensor]:
@@ -366,7 +372,9 @@ def _share_media(chosen: EncodedSample, rejected: EncodedSample) -> bool:
 def _names(samples: Sequence[Mapping[str, object]]) -> Batch:
     """`sample_ids`, unless a plugin's samples have no names: the loader gives them its own then."""
     names = [sample["sample_id"] for sample in samples if "sample_id" in sample]
-    return {"sample_ids": names} if len(names) == len(samples) else {}
+    if len(names) == len(samples):
+        return {"sample_ids": names}
+    return {}
 
 
 def _weights_of(labels: np.ndarray, weights: np.ndarray | None) -> np.ndarray:

@@ -177,7 +177,9 @@ class MediaLoader:
     def _clip_rule(self, item: object) -> ClipRule:
         """Which frames are taken of a video."""
         options = options_of(item)
-        return rule_of(self.limits.clip, options) if options else self.limits.clip
+        if options:
+            return rule_of(self.limits.clip, options)
+        return self.limits.clip
 
     def _load_frames(self, items: Sequence[object], sizes: FrameSizes, with_sound: bool) -> VideoClip:
         if with_sound:
@@ -199,7 +201,9 @@ class MediaLoader:
         if isinstance(item, Mapping):
             data = item.get("bytes")
             if isinstance(data, str):
-                return decode_data_url(data) if is_data_url(data) else (_from_base64(data), "base64 data")
+                if is_data_url(data):
+                    return decode_data_url(data)
+                return (_from_base64(data), "base64 data")
             item = data if data is not None else item.get("path")
         if isinstance(item, bytes):
             return item, "embedded bytes"
@@ -429,7 +433,9 @@ def located(source: object, folder: str) -> object:
     """A source of a medium with its path, if it has a relative one, written out."""
     if isinstance(source, Mapping):
         has_bytes = source.get("bytes") is not None
-        return source if has_bytes else {**source, "path": located(source.get("path"), folder)}
+        if has_bytes:
+            return source
+        return {**source, "path": located(source.get("path"), folder)}
     if isinstance(source, list | tuple | np.ndarray):
         return [located(frame, folder) for frame in source]
     if not isinstance(source, str) or os.path.isabs(source) or not names_file(source):  # noqa: PTH117 (thousands a second)

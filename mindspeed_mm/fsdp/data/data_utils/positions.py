@@ -110,7 +110,9 @@ class RopeIndexPositions:
         three_R1L, _ = self._stand_in.get_rope_index(**arguments)
         rows = as_whole_numbers(three_R1L[:, 0])
         text = torch.arange(ids_1L.shape[1])[None]
-        return torch.cat(in_one_form([text, rows])) if len(rows) == 3 else rows
+        if len(rows) == 3:
+            return torch.cat(in_one_form([text, rows]))
+        return rows
 
     def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Batch) -> object:
         if name == "input_ids":
@@ -121,7 +123,9 @@ class RopeIndexPositions:
             return torch.as_tensor(inputs.get(name, torch.zeros_like(ids_1L[0])))[None]
         if name == "audio_seqlens":
             mask = first_of(inputs, _MASKS_OF_SOUND)
-            return None if mask is None else torch.as_tensor(mask).sum(-1)
+            if mask is None:
+                return None
+            return torch.as_tensor(mask).sum(-1)
         found = first_of(inputs, _OTHER_NAMES.get(name, (name,)))
         if isinstance(found, (np.ndarray, list)):
             return torch.as_tensor(found)
@@ -225,7 +229,9 @@ def build_positions(folder: str | Path, processor: object, *, trust_remote_code:
         )
     config = trained_config(config)
     owner = find_rope_index(config)
-    return TextPositions() if owner is None else RopeIndexPositions(owner, config)
+    if owner is None:
+        return TextPositions()
+    return RopeIndexPositions(owner, config)
 
 
 def find_rope_index(config: PreTrainedConfig) -> type | None:

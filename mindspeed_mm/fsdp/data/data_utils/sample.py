@@ -89,7 +89,9 @@ class Unread(NamedTuple):
     def __str__(self) -> str:
         if self.level == "text":
             return f"{self.name} in a text"
-        return f"column '{self.name}'" if self.level == "column" else f"'{self.name}' of a {self.level}"
+        if self.level == "column":
+            return f"column '{self.name}'"
+        return f"'{self.name}' of a {self.level}"
 
 
 class Boxes(NamedTuple):
@@ -333,7 +335,9 @@ def _contents(first: str | list[Message], second: str | list[Message]) -> str | 
 
 
 def _parts(content: str | list[Message]) -> list[Message]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content
 
 
 def words_said(message: JsonMapping) -> list[str]:

@@ -58,7 +58,9 @@ def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
 def split_member(path: str) -> tuple[str, str]:
     """Archive and member of a path that goes through an archive; the path and nothing of any other."""
     archive, separator, member = path.partition(SUFFIX + "/")
-    return (archive + SUFFIX, _plain(member)) if separator and member else (path, "")
+    if separator and member:
+        return (archive + SUFFIX, _plain(member))
+    return (path, "")
 
 
 def _plain(member: str) -> str:

@@ -189,7 +189,9 @@ class ChatTemplate:
         """
         self._check_tools(messages, tools)
         text = self._render(self._for_template(messages), add_generation_prompt, tools=tools)
-        return text if add_generation_prompt else self._ended(messages, text)
+        if add_generation_prompt:
+            return text
+        return self._ended(messages, text)
 
     def render_with_spans(
         self, messages: Sequence[Message], wanted: Sequence[bool], tools: Tools | None = None
@@ -339,7 +341,9 @@ def _with_system(source: str, system: str, *, in_parts: bool) -> str:
     begins += (
         f'{{%- set messages = [{{"role": "system", "content": {content}}}] + messages %}}{{%- endif %}}{{{{- "" }}}}'
     )
-    return source if source.startswith(begins) else begins + source
+    if source.startswith(begins):
+        return source
+    return begins + source
 
 
 def _read_template(path: Path) -> str:

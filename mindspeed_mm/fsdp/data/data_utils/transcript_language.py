@@ -77,7 +77,9 @@ def require_language(processor: object, folder: Path) -> None:
 
 def _generation_settings(folder: Path) -> dict[str, Any]:
     path = folder / _FILE
-    return read_json_object(path, ModelFolderError) if path.is_file() else {}
+    if path.is_file():
+        return read_json_object(path, ModelFolderError)
+    return {}
 
 
 def _forced(settings: JsonObject, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:

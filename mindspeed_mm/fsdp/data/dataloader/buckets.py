@@ -109,7 +109,9 @@ class BucketOrder(Order):
     def dropped(self) -> str:
         """Micro-batches that an epoch leaves out at its end (`drop_last`), others in each epoch; empty for none."""
         rest = self._dropped
-        return f"{rest:,} {'micro-batch' if rest == 1 else 'micro-batches'}" if rest else ""
+        if rest:
+            return f"{rest:,} {'micro-batch' if rest == 1 else 'micro-batches'}"
+        return ""
 
     @property
     def most_pixels(self) -> int:

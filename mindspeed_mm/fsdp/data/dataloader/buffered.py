@@ -78,12 +78,16 @@ class BufferedOrder(Order):
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps that an epoch takes, or about as many: see `is_exact`."""
-        return None if self._sampler.size is None else self.steps_for(1)
+        if self._sampler.size is None:
+            return None
+        return self.steps_for(1)
 
     @property
     @override
     def epoch_share(self) -> float:
-        return 1.0 if self._sampler.size is None else min(1.0, self._steps_of_an_epoch)
+        if self._sampler.size is None:
+            return 1.0
+        return min(1.0, self._steps_of_an_epoch)
 
     @cached_property
     def is_exact(self) -> bool:  # type: ignore[override]
@@ -176,7 +180,9 @@ class BufferedOrder(Order):
 
     def _least(self, at_end: _AtEnd) -> int:
         """Micro-batches that a buffer must fill for a step. One that is hardly filled remains for later, if any."""
-        return self._count if at_end == "drop" else self._count + 1
+        if at_end == "drop":
+            return self._count
+        return self._count + 1
 
     def _filled(self, sampler: EpochSampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
         """What is pending, and as many more samples as a good choice takes; towards the end of an epoch fewer."""

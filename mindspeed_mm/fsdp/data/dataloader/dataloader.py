@@ -114,7 +114,9 @@ class MMDataLoader:
         told = f"{len(self.dataset):,} samples, {about}{steps} {'step' if steps == 1 else 'steps'} an epoch"
         if self.order.dropped:
             told += f", {self.order.dropped} left out each time (drop_last)"
-        return f"{told} (warning: {self.repeat_note})" if self.repeat_note else told
+        if self.repeat_note:
+            return f"{told} (warning: {self.repeat_note})"
+        return told
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until `epochs` epochs are done."""
@@ -158,7 +160,9 @@ class MMDataLoader:
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: how uneven the ranks' work was, where it is planned (max/mean, 1.0 is even)."""
         taken, self._imbalances = self._imbalances, []
-        return {"imbalance": sum(taken) / len(taken)} if taken else {}
+        if taken:
+            return {"imbalance": sum(taken) / len(taken)}
+        return {}
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps from the current position on.

@@ -234,7 +234,9 @@ class SamplePeers:
             if not self._has(end - 1):
                 end = row + 1
             return range(max(0, row - _MOST_REPLACEMENTS), end)
-        return self._all if self._sizes is None else self._by_size[self._sizes[row]]
+        if self._sizes is None:
+            return self._all
+        return self._by_size[self._sizes[row]]
 
     def are_alone(self, row: int) -> bool:
         """Whether no other sample can stand in for this one."""

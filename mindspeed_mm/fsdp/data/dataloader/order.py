@@ -230,18 +230,24 @@ class GlobalOrder(Order):
         size = self._sampler.size
         if size is None:
             return None
-        return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
+        if self._drop_last:
+            return size // self._global_batch
+        return -(-size // self._global_batch)
 
     @property
     @override
     def epoch_share(self) -> float:
-        return 1.0 if self._sampler.size is None else min(1.0, self._sampler.size / self._global_batch)
+        if self._sampler.size is None:
+            return 1.0
+        return min(1.0, self._sampler.size / self._global_batch)
 
     @property
     @override
     def dropped(self) -> str:
         rest = (self._sampler.size or 0) % self._global_batch
-        return f"{rest:,} {'sample' if rest == 1 else 'samples'}" if self._drop_last and rest else ""
+        if self._drop_last and rest:
+            return f"{rest:,} {'sample' if rest == 1 else 'samples'}"
+        return ""
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other.
@@ -285,7 +291,9 @@ class GlobalOrder(Order):
 
 def rows_as_they_stand(sampler: EpochSampler) -> EpochSampler:
     """For a pass: every row once. Rows that are streamed come as they are found."""
-    return sampler if sampler.size is None else SequentialSampler(sampler.size)
+    if sampler.size is None:
+        return sampler
+    return SequentialSampler(sampler.size)
 
 
 TOO_FEW = "data.dataloader_param.drop_last"

@@ -70,7 +70,9 @@ class BatchShape:
             sizes: (samples, 2) tokens and patches.
         """
         fits = np.ones(len(sizes), dtype=bool) if self.kind == "rows" else self.padded(sizes[:, 0]) <= self.tokens
-        return fits if self.patches is None else fits & (sizes[:, 1] <= self.patches)
+        if self.patches is None:
+            return fits
+        return fits & (sizes[:, 1] <= self.patches)
 
     def fits(self, size: SampleSize) -> bool:
         """Whether a sample fits a micro-batch of its own."""
@@ -79,7 +81,9 @@ class BatchShape:
     def loads(self, samples: np.ndarray, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
         """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
         full: np.ndarray = samples / self.rows if self.kind == "rows" else tokens / self.tokens
-        return full if self.patches is None else np.maximum(full, patches / self.patches)
+        if self.patches is None:
+            return full
+        return np.maximum(full, patches / self.patches)
 
     def load(self, samples: int, tokens: int, patches: int) -> float:
         """As `loads`, of one number of samples."""
@@ -105,7 +109,9 @@ class BatchShape:
             sizes: (samples, 2) tokens and patches.
             overdue: So many, the oldest, share as few micro-batches as they can; the others fill these up.
         """
-        return self._packed(sizes, overdue) if self.kind == "packed" else self._grouped(sizes, overdue)
+        if self.kind == "packed":
+            return self._packed(sizes, overdue)
+        return self._grouped(sizes, overdue)
 
     def _packed(self, sizes: np.ndarray, overdue: int) -> Groups:
         """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""

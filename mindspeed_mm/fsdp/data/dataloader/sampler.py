@@ -200,7 +200,9 @@ def build_sampler(dataloader_param: Any, size: int, seed: int) -> EpochSampler:
     the names that say how micro-batches are formed draw at random."""
     name = dataloader_param.sampler_type
     is_sequential = name == "SequentialSampler" or keeps_order(dataloader_param)
-    return SequentialSampler(size) if is_sequential else BaseRandomBatchSampler(size, seed)
+    if is_sequential:
+        return SequentialSampler(size)
+    return BaseRandomBatchSampler(size, seed)
 
 
 def check_sampler_name(name: str) -> None:

@@ -157,7 +157,9 @@ class WorkerPool:
         dead = next((n for n, worker in enumerate(self._workers()) if not worker.is_alive()), None)
         if dead is not None:
             return self._died(dead)
-        return self._hung() if waited_s > self._options.timeout_s else None
+        if waited_s > self._options.timeout_s:
+            return self._hung()
+        return None
 
     def _died(self, number: int) -> DataError:
         worker = self._workers()[number]

@@ -159,7 +159,9 @@ def _differences(before: Description, now: Description) -> Iterator[tuple[str, s
 
 
 def _plain(value: object) -> str:
-    return "not set" if value is None else str(value)
+    if value is None:
+        return "not set"
+    return str(value)
 
 
 def _numbers(values: Mapping[str, object]) -> JsonObject:
@@ -317,7 +319,9 @@ def _measure(path: Path, known: FileMark | None) -> FileMark:
 
 
 def _sha(files: Mapping[str, FileMark], file: str) -> str | None:
-    return files[file].sha256 if file in files else None
+    if file in files:
+        return files[file].sha256
+    return None
 
 
 def _describe(was: Mapping[str, FileMark], new: Mapping[str, FileMark], file: str) -> str:

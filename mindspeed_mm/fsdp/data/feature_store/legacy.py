@@ -138,7 +138,9 @@ def _caption(row: JsonMapping) -> str:
     """Of several the older tool took one, and did not say which."""
     for name in _CAPTION_COLUMNS:
         if name in row:
-            return row[name] if isinstance(row[name], str) else ""
+            if isinstance(row[name], str):
+                return row[name]
+            return ""
     return ""
 
 

@@ -141,7 +141,9 @@ class _Reader:
 
     def build(self, plan: Plan) -> Any:
         """The value of a plan."""
-        return _READ[plan[0]](self, *plan[1:]) if type(plan) is list else plan
+        if type(plan) is list:
+            return _READ[plan[0]](self, *plan[1:])
+        return plan
 
     def dict_(self, entries: dict[str, Plan]) -> JsonObject:
         """Labels come after the token ids that they repeat, whichever stands first."""
@@ -162,7 +164,9 @@ class _Reader:
             return np.full(shape, start, dtype=dtype)
         count = math.prod(shape)
         array = np.frombuffer(self._record, stored, count, self._start + start).reshape(shape)
-        return array if stored == dtype else array.astype(dtype)
+        if stored == dtype:
+            return array
+        return array.astype(dtype)
 
     def tensor(self, dtype: str, shape: list[int], stored: str | None, start: int) -> torch.Tensor:
         """A tensor on the host."""

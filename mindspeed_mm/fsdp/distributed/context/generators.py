@@ -357,7 +357,9 @@ def _within_sets(sample: SpreadSample, streams: Streams) -> Callable[..., Tensor
         query: Tensor, key: Tensor, value: Tensor, sets: SkiparseSets, kernel: Attend, key_mask: Tensor | None = None
     ) -> Tensor:
         own = partial(skiparse_attention, sets=sets, attend=kernel, key_mask=key_mask)
-        return sample.attend_to_whole(streams, query, key, value, own) if sample.is_spread else own(query, key, value)
+        if sample.is_spread:
+            return sample.attend_to_whole(streams, query, key, value, own)
+        return own(query, key, value)
 
     return attend
 

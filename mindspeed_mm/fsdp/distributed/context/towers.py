@@ -86,7 +86,9 @@ class SpreadPatches:
 
     def after_merger(self, _: nn.Module, __: object, own: Tensor) -> Tensor:
         """Features of all patches. Each rank reads those among its own text, so gradients are summed."""
-        return own if self._features is None else self._features.gather(own, 0, sum_gradients=True)
+        if self._features is None:
+            return own
+        return self._features.gather(own, 0, sum_gradients=True)
 
     def _begin(self, groups: ContextGroups | None, patches: int) -> None:
         self._shares, self._rotations, self._features = [], (None, None), None

@@ -203,7 +203,9 @@ def _below_adapters(model: nn.Module, name: str) -> str:
 def expert_count(module: nn.Module) -> int:
     """Experts of a module: by its fused parameters, whose first dimension counts them."""
     count = attribute_at(module, "num_experts")
-    return count if isinstance(count, int) else next(module.parameters()).shape[0]
+    if isinstance(count, int):
+        return count
+    return next(module.parameters()).shape[0]
 
 
 def size_problems(counts: Mapping[str, int], ep: int) -> list[Problem]:
@@ -253,7 +255,9 @@ def cut_dim(shape: Sequence[int], ep: int, shards: int) -> int | None:
         if shape[dim] % shards == 0:
             return dim
     experts_of_rank = shape[0] // ep
-    return 0 if experts_of_rank % shards == 0 else None
+    if experts_of_rank % shards == 0:
+        return 0
+    return None
 
 
 def undivided(model: nn.Module, shards: int) -> Iterator[tuple[str, nn.Parameter, int | None]]:

@@ -181,7 +181,9 @@ def _ranks_on_this_node(environment: Mapping[str, str]) -> int:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)
     node = _number(environment, "SLURM_NODEID", default=0)
-    return counts[node] if node < len(counts) else 0
+    if node < len(counts):
+        return counts[node]
+    return 0
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -244,7 +246,9 @@ def _settle_environment(info: LaunchInfo) -> None:
 def _backend() -> str:
     """Beside the accelerator's library there is always gloo, for what lives on the host."""
     device_type = get_device_type()
-    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{distributed_backend()}"
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{distributed_backend()}"
 
 
 ELSEWHERE = "192.0.2.1"
@@ -271,7 +275,9 @@ def interface_to(host: str) -> Interface | None:
         address = _own_address_towards(target)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             name = _bearer(address)
-            return Interface(name, address) if name else None
+            if name:
+                return Interface(name, address)
+            return None
     return None
 
 

@@ -35,7 +35,9 @@ def launcher_of_this_rank(environment: Mapping[str, str]) -> int | None:
     """Process id of the launcher that started this process; None without one, as under `srun`."""
     if LAUNCHER_VARIABLE in environment:
         return int(environment[LAUNCHER_VARIABLE])
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return os.getppid()
+    return None
 
 
 _THREAD = "launcher's life"

@@ -163,7 +163,9 @@ class Watchdog:
         return [lines[rank] for rank in sorted(lines)]
 
     def _host_of(self, rank: int) -> str:
-        return f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else ""
+        if len(set(self.hosts)) > 1:
+            return f" on {self.hosts[rank]}"
+        return ""
 
 
 SILENT = "no answer (dead, frozen, cut off, or not in a watched phase)"
@@ -176,7 +178,9 @@ def _print(text: str, speaks: bool) -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def _current_line(thread: threading.Thread) -> str:

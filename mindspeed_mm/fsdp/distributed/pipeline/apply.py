@@ -73,7 +73,9 @@ class Pipeline:
     @property
     def first_model(self) -> nn.Module | None:
         """The model of the first stage, where this rank has it."""
-        return self.stages[0].model if self.stages[0].is_first else None
+        if self.stages[0].is_first:
+            return self.stages[0].model
+        return None
 
     def equalise(self) -> None:
         """Let copies of shared weights have the values of the weights, which were just loaded."""
@@ -232,4 +234,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.detach()

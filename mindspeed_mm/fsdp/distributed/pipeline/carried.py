@@ -102,7 +102,9 @@ class CarriedOutputs(Carried):
 
     def outgoing(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the first stage noted, or what came in."""
-        return tuple(self._noted) if self._is_first else self.received
+        if self._is_first:
+            return tuple(self._noted)
+        return self.received
 
     def _note(self, _module: nn.Module, _inputs: object, outputs: object) -> None:
         self._noted += tensors_among(outputs)

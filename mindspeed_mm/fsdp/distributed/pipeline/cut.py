@@ -50,7 +50,9 @@ class PlaceholderLayer(PlaceholderModule):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         streams = self.given(args, kwargs)
-        return streams if len(self.streams) > 1 else streams[0]
+        if len(self.streams) > 1:
+            return streams
+        return streams[0]
 
 
 class PlaceholderExit(PlaceholderLayer):
@@ -147,7 +149,9 @@ def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_floating_point():
+        return dtype
+    return tensor.dtype
 
 
 def tensors_among(values: object) -> list[Tensor]:
@@ -303,7 +307,9 @@ def entry_of(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
 
 def _entry_name(plan: StagePlan, stage: int) -> str:
     layers = plan.layers_of(stage)
-    return plan.layers[layers.start] if layers else plan.points.behind[0]
+    if layers:
+        return plan.layers[layers.start]
+    return plan.points.behind[0]
 
 
 def _placeholder(name: str, module: nn.Module, plan: StagePlan, dtype: torch.dtype) -> nn.Module:

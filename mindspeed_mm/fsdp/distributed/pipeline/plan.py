@@ -54,7 +54,9 @@ class StagePlan:
         """The rank that runs a stage."""
         lap, place = divmod(stage, self.ranks)
         goes_back = self.is_v and lap % 2 == 1
-        return self.ranks - 1 - place if goes_back else place
+        if goes_back:
+            return self.ranks - 1 - place
+        return place
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank runs, in order."""
@@ -104,7 +106,9 @@ class StagePlan:
 
 def stages_per_rank(pp_plan: PpPlan) -> int:
     """Model chunks on a rank; a V has two."""
-    return 2 if pp_plan.schedule == "zbv" else pp_plan.virtual_stages
+    if pp_plan.schedule == "zbv":
+        return 2
+    return pp_plan.virtual_stages
 
 
 def plan_stages(model: nn.Module, points: CutPoints, ranks: int, pp_plan: PpPlan) -> StagePlan:

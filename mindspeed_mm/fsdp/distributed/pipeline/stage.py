@@ -138,7 +138,9 @@ class _CastInputs:
 
     def __call__(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                return tensor.to(self._dtype)
+            return tensor
 
         return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
 

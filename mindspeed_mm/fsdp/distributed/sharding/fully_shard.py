@@ -207,7 +207,9 @@ def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> list
 
 
 def _placement_of(cut_dims: Mapping[nn.Parameter, int], parameter: nn.Parameter) -> Shard | None:
-    return Shard(cut_dims[parameter]) if parameter in cut_dims else None
+    if parameter in cut_dims:
+        return Shard(cut_dims[parameter])
+    return None
 
 
 def _expect_logits_to_be_a_view(model: nn.Module) -> None:
@@ -301,7 +303,9 @@ def _gathered_together(model: nn.Module, unit: Unit, hooked: Collection[str]) ->
     """A unit's module, and behind it the wrapped ones inside that are gathered whenever it is, in its order."""
     block = model.get_submodule(unit.names[0])
     assert isinstance(block, FSDPModule), unit.names
-    return fsdp_modules(block) if unit.names[0] in hooked else [block]
+    if unit.names[0] in hooked:
+        return fsdp_modules(block)
+    return [block]
 
 
 @contextmanager
@@ -350,7 +354,9 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     if has_all(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
-    return [] if group is None else [group]
+    if group is None:
+        return []
+    return [group]
 
 
 def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:

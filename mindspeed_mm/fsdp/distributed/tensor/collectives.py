@@ -63,7 +63,9 @@ def split_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 def join_tokens(tensor: torch.Tensor, ranks: TensorRanks, length: int) -> torch.Tensor:
     """The inverse of `split_tokens`: all `length` tokens, for whom all ranks do the same with."""
     joined = with_gradient(tensor, ranks, _gather_tokens, _own_tokens)
-    return joined if joined.shape[-2] == length else joined.narrow(-2, 0, length).clone()
+    if joined.shape[-2] == length:
+        return joined
+    return joined.narrow(-2, 0, length).clone()
 
 
 def gather_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:

@@ -114,7 +114,9 @@ class ColumnForward(LocalForward):
         if self._entry is not None:
             tensor = self._entry(tensor)
         output = super().__call__(tensor, *rest, **kwargs)
-        return gather_features(output, self._ranks) if self._gathers else output
+        if self._gathers:
+            return gather_features(output, self._ranks)
+        return output
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, entries of the bias."""
@@ -147,7 +149,9 @@ class RowForward(LocalForward):
                 bias = sum_gradient(bias, self._ranks)
         else:
             output = sum_over_ranks(partial, self._ranks)
-        return output if bias is None else output + bias
+        if bias is None:
+            return output
+        return output + bias
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         """Columns of the weight, no bias."""

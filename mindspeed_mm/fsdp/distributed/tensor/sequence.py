@@ -183,7 +183,9 @@ def split_children(model: nn.Module, plan: TensorPlan, blocks: Iterable[str]) ->
 
 
 def _hidden(args: Args, kwargs: Kwargs) -> torch.Tensor:
-    return args[0] if args else kwargs["hidden_states"]
+    if args:
+        return args[0]
+    return kwargs["hidden_states"]
 
 
 def _with_hidden(hidden: torch.Tensor, args: Args, kwargs: Kwargs) -> CallArguments:
@@ -195,7 +197,9 @@ def _with_hidden(hidden: torch.Tensor, args: Args, kwargs: Kwargs) -> CallArgume
 def _length(kwargs: Kwargs) -> int | None:
     """Tokens of a row, from the rotary table (cosine, sine) of shape (…, L, D) that transformers hands down."""
     table = kwargs.get("position_embeddings")
-    return None if table is None else int(table[0].shape[-2])
+    if table is None:
+        return None
+    return int(table[0].shape[-2])
 
 
 def _follows(model: nn.Module, before: str, name: str) -> bool:

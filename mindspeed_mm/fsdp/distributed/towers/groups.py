@@ -59,7 +59,9 @@ def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     gradients are summed over them. One axis (shards), or two (copies, shards). Every rank calls it."""
     shape = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp)
     mesh = job_mesh(device_type, shape, ("pp", "tower_copies", "tower_shards"))
-    return mesh["tower_copies", "tower_shards"] if sizes.dp_replicate > 1 else mesh["tower_shards"]
+    if sizes.dp_replicate > 1:
+        return mesh["tower_copies", "tower_shards"]
+    return mesh["tower_shards"]
 
 
 def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:

@@ -201,7 +201,9 @@ class SharedMedia:
         travelled = carry_features(torch.cat(levels, dim=-1), there, back, self._group)
         own = iter(travelled.split([level.shape[-1] for level in levels], dim=-1))
         kept = tree_map(lambda _: next(own).contiguous(), kept)
-        return type(output)(**kept) if isinstance(output, dict) else kept
+        if isinstance(output, dict):
+            return type(output)(**kept)
+        return kept
 
     def _all_grids(self, grids: Tensor) -> list[list[Grid]]:
         """Gather the grids of the media of every stream, in the order of the streams."""
@@ -310,7 +312,9 @@ def assign(costs: Sequence[int], homes: Sequence[int], teams: int) -> list[int]:
         taken[item] = team
         loads[team] += costs[item]
         heapq.heappush(least_loaded, (loads[team], team))
-    return list(homes) if max(loads) >= max(team_loads(costs, homes, teams)) else taken
+    if max(loads) >= max(team_loads(costs, homes, teams)):
+        return list(homes)
+    return taken
 
 
 def team_loads(costs: Sequence[int], taken: Sequence[int], teams: int) -> list[int]:
@@ -348,9 +352,13 @@ class Imbalance:
     @property
     def ratio(self) -> float:
         """Busiest over mean; 1 is the best."""
-        return self.busiest * self.teams / self.total if self.total else 1.0
+        if self.total:
+            return self.busiest * self.teams / self.total
+        return 1.0
 
     @property
     def ratio_at_home(self) -> float:
         """The same, had nothing travelled."""
-        return self.at_home * self.teams / self.total if self.total else 1.0
+        if self.total:
+            return self.at_home * self.teams / self.total
+        return 1.0

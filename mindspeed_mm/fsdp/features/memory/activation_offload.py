@@ -100,7 +100,9 @@ class ModuleCall:
     @property
     def before(self) -> ModuleCall | None:
         """None when nothing of it is wanted any more."""
-        return self._before() if self._before is not None else None
+        if self._before is not None:
+            return self._before()
+        return None
 
     def is_own(self, tensor: torch.Tensor) -> bool:
         """Whether it is a parameter or buffer, or a view of one. Modules that are sharded inside this one have other
@@ -246,4 +248,6 @@ def _storage_address(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
-    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+    if tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()

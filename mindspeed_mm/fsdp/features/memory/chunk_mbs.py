@@ -222,4 +222,6 @@ class SlicedForward:
 
 
 def _argument_words(key: Key) -> str:
-    return f"argument '{key}'" if isinstance(key, str) else f"argument {key}"
+    if isinstance(key, str):
+        return f"argument '{key}'"
+    return f"argument {key}"

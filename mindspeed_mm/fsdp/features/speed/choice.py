@@ -144,7 +144,9 @@ def _compile_where_it_pays(facts: SpeedFacts, backend: str) -> SpeedChoice:
     if backend != "inductor":
         return SpeedChoice("", f"features.compile_plan.backend '{backend}' makes no kernels")
     why = facts.keeps_rounding or _not_worth_compiling(facts) or facts.keeps_blocks
-    return SpeedChoice("", why) if why else SpeedChoice(backend, "triton makes kernels for this device")
+    if why:
+        return SpeedChoice("", why)
+    return SpeedChoice(backend, "triton makes kernels for this device")
 
 
 def _on_cpu(device_type: str) -> str:

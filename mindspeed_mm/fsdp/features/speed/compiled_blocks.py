@@ -211,7 +211,9 @@ def _backends() -> Sequence[str]:
 def _missing_tool(device_type: str) -> str:
     """What inductor lacks to make kernels for a device; nothing where it has it."""
     if device_type != "cpu":
-        return "" if importlib.util.find_spec("triton") else "the package triton"
+        if importlib.util.find_spec("triton"):
+            return ""
+        return "the package triton"
     for compiler in (os.environ.get("CXX", ""), "g++", "clang++"):
         if compiler and shutil.which(compiler):
             return ""

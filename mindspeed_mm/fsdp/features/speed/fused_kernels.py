@@ -47,7 +47,9 @@ class FusedKernels:
 
     def __str__(self) -> str:
         replaced = [f"{number} {name}" for name, number in self.counts.items() if number]
-        return f"{', '.join(replaced)} by {self.choice}" if replaced else str(self.choice)
+        if replaced:
+            return f"{', '.join(replaced)} by {self.choice}"
+        return str(self.choice)
 
 
 def apply_fused_kernels(model: nn.Module, choice: SpeedChoice, *, is_wish: bool = False) -> None:
@@ -149,7 +151,9 @@ def _turn_by(model: nn.Module, operators: FusedOperators) -> int:
 def _eps(module: nn.Module) -> float:
     """What is added to the mean square; below zero for a module that has no such number."""
     eps = attribute_at(module, "variance_epsilon", attribute_at(module, "eps"))
-    return float(eps) if isinstance(eps, int | float) else -1.0
+    if isinstance(eps, int | float):
+        return float(eps)
+    return -1.0
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

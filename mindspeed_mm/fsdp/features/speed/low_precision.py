@@ -323,4 +323,6 @@ def _inner_tensor(tensor: object) -> torch.Tensor | None:
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return None
     inner: torch.Tensor | None = attribute_at(tensor, "_tensor")
-    return None if inner is None else inner.detach()
+    if inner is None:
+        return None
+    return inner.detach()

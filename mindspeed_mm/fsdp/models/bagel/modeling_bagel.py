@@ -297,7 +297,9 @@ class BagelForConditionalGeneration(PreTrainedModel):
         features = self.connector(self.vit_model["vision_model"](pixel_values, of_tower, lengths, share))[0]
         features = features + self.vit_pos_embed(places).to(features.dtype)
         # Each rank reads those among its own tokens: gradients are summed.
-        return features if share is None else share.gather(features, 0, sum_gradients=True)
+        if share is None:
+            return features
+        return share.gather(features, 0, sum_gradients=True)
 
     def embed_latents(
         self, latent_tokens: torch.Tensor, latent_times: torch.Tensor, latent_positions: torch.Tensor
@@ -383,7 +385,9 @@ class BagelForConditionalGeneration(PreTrainedModel):
             groups = None if share is None else share.groups
             seen = self.get_image_features(pixel_values, image_grid_thw, groups).to(embeds_BLH.dtype)
             embeds_BLH = embeds_BLH.masked_scatter((token_kinds == SEEN)[..., None], seen)
-        return embeds_BLH if share is None else share.take(embeds_BLH, 1)
+        if share is None:
+            return embeds_BLH
+        return share.take(embeds_BLH, 1)
 
     def go_on(
         self,

@@ -57,7 +57,9 @@ class AttentionChoice(NamedTuple):
         if self.need is None:
             return ""
         kernel = choose_kernel(replace(self.need, asks=(*self.need.asks, *asks)), self.device).kernel
-        return kernel.name if kernel.devices and kernel.name != self.name else ""
+        if kernel.devices and kernel.name != self.name:
+            return kernel.name
+        return ""
 
 
 def choose_attention(
@@ -170,7 +172,9 @@ def _width_of(config: object) -> int:
         if isinstance(width, int):
             return width
     size, heads = attribute_at(config, "hidden_size"), attribute_at(config, "num_attention_heads")
-    return size // heads if isinstance(size, int) and isinstance(heads, int) and heads else 0
+    if isinstance(size, int) and isinstance(heads, int) and heads:
+        return size // heads
+    return 0
 
 
 def attention_name(model: nn.Module) -> str:
@@ -184,12 +188,16 @@ def attention_name(model: nn.Module) -> str:
     name = name or choice.name
     if name == CONTEXT_ATTENTION_NAME:
         kernel = choice.kernel("lse")
-        return f"{name} by {kernel}" if kernel else name
+        if kernel:
+            return f"{name} by {kernel}"
+        return name
     by, rows = choice.kernel(), choice.kernel("packed")
     if name == ATTENTION_NAME and rows != by:
         by = f"{by or 'sdpa'}, packed rows by {rows or 'sdpa'}"
     text = f"{name} by {by}" if by else name
-    return f"{text} ({choice.reason})" if choice.reason and name == choice.name else text
+    if choice.reason and name == choice.name:
+        return f"{text} ({choice.reason})"
+    return text
 
 
 def check_attention_trains(requested: str | None) -> None:
@@ -256,4 +264,6 @@ def _check_fa2(need: Need, device: Device) -> None:
 
 
 def _way_out(need: Need) -> str:
-    return "Set parallel.fsdp_plan.param_dtype: bf16, or leave it out." if "fp32" in need.asks else "Leave it out."
+    if "fp32" in need.asks:
+        return "Set parallel.fsdp_plan.param_dtype: bf16, or leave it out."
+    return "Leave it out."

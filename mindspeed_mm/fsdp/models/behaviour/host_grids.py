@@ -72,7 +72,9 @@ def _on_host(function: Forward) -> Forward:
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     is_borders = tensor.dtype == torch.int32 and tensor.dim() == 1
-    return moved_with_values(tensor, device) if is_borders else copied_to(tensor, device)
+    if is_borders:
+        return moved_with_values(tensor, device)
+    return copied_to(tensor, device)
 
 
 def _wants_borders(args: Args, kwargs: Kwargs) -> bool:

@@ -123,7 +123,9 @@ def _lacks(asked: str) -> str:
     """Why no device of this kind runs a kernel; empty where it can."""
     device_type = get_device_type()
     if asked == "ascendc":
-        return "torch_npu has no such AscendC kernel" if device_type == "npu" else "AscendC kernels run on NPUs only"
+        if device_type == "npu":
+            return "torch_npu has no such AscendC kernel"
+        return "AscendC kernels run on NPUs only"
     if asked == "triton" and device_type != "cuda":
         return f"'triton' kernels run on CUDA only, this is '{device_type}'"
     return ""

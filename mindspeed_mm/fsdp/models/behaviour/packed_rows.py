@@ -237,7 +237,9 @@ def blocks_key(model: nn.Module) -> str | None:
         has_blocks = attribute_at(config.get_text_config(), "use_bidirectional_attention") == "vision"
     else:
         has_blocks = bool(attribute_at(config, "prefix_lm", True))
-    return _BLOCKS[kind] if has_blocks else None
+    if has_blocks:
+        return _BLOCKS[kind]
+    return None
 
 
 class _BlockMasks:
@@ -340,13 +342,17 @@ class SegmentedForward:
                 pieces[document] = output[row, : lengths[document]]
         # Empty documents are in no bucket, and have no tokens to be put back.
         joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
-        return joined if others is None else (joined, *others)
+        if others is None:
+            return joined
+        return (joined, *others)
 
 
 def waste_on(device: torch.device) -> float:
     """Most padding of a batch of documents, of its real tokens: an accelerator gains by computing more of them at once,
     a CPU does not."""
-    return 0.0 if device.type == "cpu" else 0.25
+    if device.type == "cpu":
+        return 0.0
+    return 0.25
 
 
 def buckets(lengths: Sequence[int], waste: float) -> list[list[int]]:

@@ -56,7 +56,9 @@ class QuantizedLayout:
     @property
     def code_bytes(self) -> int:
         """Bytes of a row's codes."""
-        return self.inputs // 2 if self.kind == "nf4" else self.inputs
+        if self.kind == "nf4":
+            return self.inputs // 2
+        return self.inputs
 
     @property
     def row_bytes(self) -> int:
@@ -226,4 +228,6 @@ def _packing(kind: str, inputs: int) -> QuantizedLayout | None:
     if kind == "int8":
         return QuantizedLayout(kind, inputs, inputs)
     block = math.gcd(inputs, BLOCK)
-    return QuantizedLayout(kind, inputs, block) if block >= _SMALLEST_BLOCK else None
+    if block >= _SMALLEST_BLOCK:
+        return QuantizedLayout(kind, inputs, block)
+    return None

@@ -81,7 +81,9 @@ class RepeatingTower:
             return None
 
         def repeated(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor] * self._copies) if tensor.dim() > 1 else tensor
+            if tensor.dim() > 1:
+                return torch.cat([tensor] * self._copies)
+            return tensor
 
         if isinstance(output, dict):
             return type(output)(**tree_map_only(Tensor, repeated, dict(output)))
@@ -106,8 +108,12 @@ def _parameters(tower: nn.Module) -> list[str]:
 
 def _repeated(value: object, copies: int) -> object:
     if isinstance(value, Tensor):
-        return torch.cat([value] * copies) if value.dim() else value
-    return value * copies if isinstance(value, list) else value
+        if value.dim():
+            return torch.cat([value] * copies)
+        return value
+    if isinstance(value, list):
+        return value * copies
+    return value
 
 
 def with_media(embeds_BLD: torch.Tensor, places_BL: torch.Tensor, seen_D: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,9 @@ class CogVideoXAdapter(DiffusionAdapter):
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
+        if self.task == "i2v":
+            return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])}
+        return {}
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """(B, T, C, H, W), the number of the step, and rotary tables where the transformer takes them. i2v: the picture

@@ -137,7 +137,9 @@ class DiffusionAdapter(FamilyFolder):
         vae = pipeline.vae
         ready = self.vae_latents(vae, latents.to(vae.device)).to(vae.dtype)
         pixels = as_bytes(vae.decode(ready, return_dict=False)[0])
-        return pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
+        if pixels.dim() == 5:
+            return pixels
+        return pixels.unsqueeze(2)
 
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """Shapes of what `encode_conditions` gives for a sample, for forecasts that encode nothing.
@@ -342,7 +344,9 @@ class DiffusionAdapter(FamilyFolder):
         """The request's scale, or the several numbers of the release (`ReleaseUse.guidance`)."""
         if sampling.guidance_scale is not None:
             return {self.guidance_argument: sampling.guidance_scale}
-        return self.usage.guidance if isinstance(self.usage.guidance, Mapping) else {}
+        if isinstance(self.usage.guidance, Mapping):
+            return self.usage.guidance
+        return {}
 
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
         """Height and width of a sample when a request names none: the release's, the default of the pipeline's

@@ -210,7 +210,9 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
     @property
     def weights_folder(self) -> Path:
         """Where the weights of what is trained are."""
-        return self.transformer_folder if len(self.transformers) == 1 else self.folder
+        if len(self.transformers) == 1:
+            return self.transformer_folder
+        return self.folder
 
     @cached_property
     def usage(self) -> ReleaseUse:
@@ -249,7 +251,9 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
     @property
     def guidance_argument(self) -> str:
         """The argument of the pipeline that the guidance scale is passed as."""
-        return "guidance_scale" if self.takes_guidance else self.true_guidance
+        if self.takes_guidance:
+            return "guidance_scale"
+        return self.true_guidance
 
     @property
     def text_tokens(self) -> int:
@@ -275,7 +279,9 @@ class FamilyFolder(FamilyFacts, GeneratorFolder):
     @property
     def frames_per_second(self) -> float | None:
         """Of the clips that the released weights make; None: of pictures, and where the model is told."""
-        return None if self.reads_fps else self.usage.fps
+        if self.reads_fps:
+            return None
+        return self.usage.fps
 
     @cached_property
     def geometry(self) -> MediaGeometry:

@@ -88,7 +88,9 @@ class GeneratorFolder:
         """A setting of a component, or of `model_index.json`; None where there is none."""
         if component == INDEX:
             value = self.index.get(name)
-            return None if value == [None, None] else value
+            if value == [None, None]:
+                return None
+            return value
         return (self.transformer_config if component == "transformer" else self.component_config(component)).get(name)
 
     def has_component(self, name: str) -> bool:

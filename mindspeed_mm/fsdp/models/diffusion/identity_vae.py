@@ -76,11 +76,15 @@ class IdentityVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """(B, 3, …) pixels in −1..1 as (B, latent_channels, …) latents."""
         latents = pixels if self.config.latent_channels == 3 else pixels.mean(dim=1, keepdim=True)
         posterior = PixelDistribution(latents)
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
+        if return_dict:
+            return AutoencoderKLOutput(latent_dist=posterior)
+        return (posterior,)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """(B, latent_channels, …) latents as (B, 3, …) pixels."""
         repeats = [1] * latents.ndim
         repeats[1] = 3 // self.config.latent_channels
         pixels = latents.repeat(repeats)
-        return DecoderOutput(sample=pixels) if return_dict else (pixels,)
+        if return_dict:
+            return DecoderOutput(sample=pixels)
+        return (pixels,)

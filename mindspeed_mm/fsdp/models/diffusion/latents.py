@@ -132,7 +132,9 @@ def _least(vae: Config, ratio: int) -> int:
     """LTX-2's VAE mirrors one position at each border, which takes two (`encoder_spatial_padding_mode` and
     `decoder_spatial_padding_mode` of `AutoencoderKLLTX2Video`)."""
     modes = vae.get("encoder_spatial_padding_mode", "zeros"), vae.get("decoder_spatial_padding_mode", "reflect")
-    return 2 * ratio if "reflect" in modes else 0
+    if "reflect" in modes:
+        return 2 * ratio
+    return 0
 
 
 def model_range(pixels: torch.Tensor) -> torch.Tensor:
@@ -164,7 +166,9 @@ def posterior_mode(vae: ModelMixin, media: torch.Tensor) -> torch.Tensor:
     if media.dtype == torch.uint8:
         media = model_range(media)
     output = vae.encode(media.to(vae.device, vae.dtype))
-    return output.latent_dist.mode() if "latent_dist" in output else output.latent
+    if "latent_dist" in output:
+        return output.latent_dist.mode()
+    return output.latent
 
 
 def of_settings(vae: ModelMixin) -> tuple[Numbers, Numbers]:

@@ -48,7 +48,9 @@ class MediaRole:
     @property
     def batch_key(self) -> str:
         """Of its pixels, (B, 3, T, H, W) uint8, or of its sound, (B, channels, samples) float32."""
-        return self.name if self.frames == "sound" else f"pixels_{self.name}"
+        if self.frames == "sound":
+            return self.name
+        return f"pixels_{self.name}"
 
 
 def numbered(role: MediaRole, numbers: range) -> tuple[MediaRole, ...]:

@@ -118,7 +118,9 @@ class DiscretePath(NoisePath):
         v is learned, a last step that is all noise has the weight 0."""
         snr = self._snr[int(time)]
         if self._prediction == "epsilon":
-            return min(1.0, gamma / snr) if snr else 1.0
+            if snr:
+                return min(1.0, gamma / snr)
+            return 1.0
         return min(snr, gamma) / (snr + 1)
 
     def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:

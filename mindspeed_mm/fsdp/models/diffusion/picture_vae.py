@@ -105,7 +105,9 @@ def vae_files(folder: Path) -> list[Path]:
     inside = folder / DIFFUSERS_FOLDER
     if (inside / "config.json").is_file():
         return sorted([inside / "config.json", *inside.glob("*.safetensors"), *inside.glob("*.bin")])
-    return [folder / VAE_FILE] if (folder / VAE_FILE).is_file() else []
+    if (folder / VAE_FILE).is_file():
+        return [folder / VAE_FILE]
+    return []
 
 
 def write_small_vae(folder: Path, channels: int, downsample: int) -> None:
@@ -171,7 +173,9 @@ def _class_of(inside: Path) -> Any:
     name = read_json_object(inside / "config.json", ModelFolderError).get("_class_name")
     if name == OneFrameVAE.wraps:
         return OneFrameVAE
-    return IdentityVAE if name == IdentityVAE.__name__ else AutoencoderKL
+    if name == IdentityVAE.__name__:
+        return IdentityVAE
+    return AutoencoderKL
 
 
 def without_vae(folder: Path) -> ModelFolderError:

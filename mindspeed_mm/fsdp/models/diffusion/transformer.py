@@ -40,7 +40,9 @@ def kind_of_section(model_args: ModelArguments) -> ModelKind:
     if model_args.model_id is None or (of_folder is GENERATOR and model_args.model_id in model_modules()):
         return of_folder
     entry = model_register.get(model_args.model_id)
-    return GENERATOR if isinstance(entry, type) and issubclass(entry, DiffusionAdapter) else LANGUAGE
+    if isinstance(entry, type) and issubclass(entry, DiffusionAdapter):
+        return GENERATOR
+    return LANGUAGE
 
 
 def build_transformer(
@@ -86,7 +88,9 @@ def build_transformer(
 
 def weights_folder(model: nn.Module, folder: Path) -> Path:
     """Where, in a folder of this model, the weights of what is trained lie."""
-    return transformer_weights(folder) if facts_of(model).kind.trained_part else folder
+    if facts_of(model).kind.trained_part:
+        return transformer_weights(folder)
+    return folder
 
 
 def transformer_weights(folder: Path) -> Path:

@@ -38,7 +38,9 @@ class Denoiser:
     @property
     def exact_dtype(self) -> torch.dtype:
         """What latents are kept, and losses are taken in."""
-        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        if self.compute_dtype == torch.float64:
+            return torch.float64
+        return torch.float32
 
     def __call__(self, model: nn.Module, noisy: torch.Tensor, time: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The prediction for `noisy`, in its shape.

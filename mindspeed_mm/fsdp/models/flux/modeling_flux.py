@@ -130,7 +130,9 @@ class FluxAdapter(DiffusionAdapter):
 
     def given_tokens(self, batch: Batch) -> int:
         """Of a picture that is edited; what is around a mask stands in the channels of the noise."""
-        return 0 if "mask_latents" in batch else super().given_tokens(batch)
+        if "mask_latents" in batch:
+            return 0
+        return super().given_tokens(batch)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Positions are (0, row, column), those of text are zero."""

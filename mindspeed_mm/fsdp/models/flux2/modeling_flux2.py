@@ -98,7 +98,9 @@ class Flux2Adapter(DiffusionAdapter):
     @classmethod
     def of_release(cls, index: JsonMapping) -> type[DiffusionAdapter]:
         """dev has a pipeline of its own."""
-        return Flux2DevAdapter if index.get("_class_name") == "Flux2Pipeline" else cls
+        if index.get("_class_name") == "Flux2Pipeline":
+            return Flux2DevAdapter
+        return cls
 
     def requirements(self) -> list[Requirement]:
         """Also three layers of the text encoder."""

@@ -99,7 +99,9 @@ class HunyuanVideoAdapter(DiffusionAdapter):
 
     @property
     def _condition(self) -> str | None:
-        return str(self.transformer_config.get("image_condition_type")) if self.task == "i2v" else None
+        if self.task == "i2v":
+            return str(self.transformer_config.get("image_condition_type"))
+        return None
 
     def check(self) -> None:
         """Also says what cannot be spread over ranks."""
@@ -131,7 +133,9 @@ class HunyuanVideoAdapter(DiffusionAdapter):
 
     def seen_tokens(self, latent_shape: tuple[int, ...], given: Collection[str]) -> int:
         """The features of the picture that are kept, whatever its size."""
-        return math.ceil(_PICTURE_FEATURES / self._kept_every) if self.task == "i2v" else 0
+        if self.task == "i2v":
+            return math.ceil(_PICTURE_FEATURES / self._kept_every)
+        return 0
 
     @torch.no_grad()
     def encode_conditions(
@@ -144,11 +148,15 @@ class HunyuanVideoAdapter(DiffusionAdapter):
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
+        if self.task == "i2v":
+            return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])}
+        return {}
 
     def given_latents(self, batch: Batch) -> torch.Tensor | None:
         """Where the picture takes the place of the first latent frame."""
-        return super().given_latents(batch) if self._condition == "token_replace" else None
+        if self._condition == "token_replace":
+            return super().given_latents(batch)
+        return None
 
     def _with_picture(self, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self._condition is None:

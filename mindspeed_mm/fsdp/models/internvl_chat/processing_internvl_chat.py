@@ -39,7 +39,9 @@ def tokens_of_a_tile(vision: JsonMapping, downsample_ratio: float) -> int:
 
 
 def _side(size: int | Sequence[int]) -> int:
-    return size if isinstance(size, int) else size[0]
+    if isinstance(size, int):
+        return size
+    return size[0]
 
 
 class InternVLChatProcessor(InternVLProcessor):
@@ -111,4 +113,6 @@ def _own_template(folder: Path) -> str | None:
         return None
     template = path.read_text(encoding="utf-8")
     has_place = "image" in template or "<IMG_CONTEXT>" in template
-    return template if has_place else None
+    if has_place:
+        return template
+    return None

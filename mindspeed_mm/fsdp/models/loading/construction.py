@@ -233,7 +233,9 @@ def _loads_itself(model_class: object) -> bool:
 
 def master_dtype(param_dtype: torch.dtype | None) -> torch.dtype:
     """fp32, or fp64 where the plan computes in it."""
-    return torch.float64 if param_dtype == torch.float64 else torch.float32
+    if param_dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:

@@ -196,7 +196,9 @@ def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[st
 def code_hash(folder: Path) -> str:
     """SHA-256 over the folder's Python files, to be noted in a run that executed them; empty when there are none."""
     files = _code_files(folder)
-    return hash_of_files(files) if files else ""
+    if files:
+        return hash_of_files(files)
+    return ""
 
 
 def _code_files(folder: Path) -> list[Path]:

@@ -20,7 +20,9 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The plain tensor with this rank's part, for writing in place."""
     with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        return parameter.data
 
 
 def whole_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,9 @@ def _chunk(positions: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor with this rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def room_like(

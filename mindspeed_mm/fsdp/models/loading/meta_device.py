@@ -39,7 +39,9 @@ class _LargeOnMeta(TorchFunctionMode):
 
 def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     """`torch.empty(2, 3)` and `torch.empty((2, 3))` mean the same."""
-    return tuple(sizes[0]) if sizes and not isinstance(sizes[0], int) else sizes
+    if sizes and not isinstance(sizes[0], int):
+        return tuple(sizes[0])
+    return sizes
 
 
 @contextmanager
@@ -105,4 +107,6 @@ class HostWeights:
 def host_weights(model: nn.Module) -> frozenset[str]:
     """Names of the parameters that are loaded into the memory of the host; none of most models."""
     found = facts_of(model).noted(HostWeights)
-    return found.names if found is not None else frozenset()
+    if found is not None:
+        return found.names
+    return frozenset()

@@ -35,6 +35,12 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at, shared_parameters
 
 _COMPARED_BYTES = 64 * 2**20
 """Of tied weights that are compared, read at a time."""
+_TIE = (
+    "config.json ties the head to the input embeddings, and the model does not: its class needs "
+    "_tied_weights_keys = {{'{head}': '{first}'}}, and config.json tie_word_embeddings: true outside text_config, too. "
+    "In training.allow_missing the head would start with random values."
+)
+"""Way out where a tied head is looked for in the folder."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class LoadReport:
 class _Comparison:
     """How a folder and a model differ."""
 
-    missing: list[str] = field(default_factory=list)
-    """Names of the model that the folder must have and lacks."""
+    missing: list[Problem] = field(default_factory=list)
+    """Of names of the model that the folder must have and lacks."""
     unexpected: list[str] = field(default_factory=list)
     """Keys of the folder that the model must have and lacks."""
     mismatched: list[Problem] = field(default_factory=list)
@@ -75,9 +81,8 @@ class _Comparison:
     def check(self, folder: Path) -> None:
         if not (self.missing or self.unexpected or self.mismatched):
             return
-        missing = [Problem("missing in the folder", key=key) for key in self.missing]
         unexpected = [Problem("stored, but the model has no place for it", key=key) for key in self.unexpected]
-        problems = [*first_problems(missing), *first_problems(unexpected), *first_problems(self.mismatched)]
+        problems = [*first_problems(self.missing), *first_problems(unexpected), *first_problems(self.mismatched)]
         counts = (
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.mismatched)} of another form"
         )
@@ -166,7 +171,9 @@ def check_weights(
 def _config_of(model: nn.Module) -> dict[str, object] | None:
     """What its config.json says; None for a class that is not of transformers."""
     to_dict = attribute_at(whole_of(model), "config.to_dict")
-    return to_dict() if to_dict is not None else None
+    if to_dict is not None:
+        return to_dict()
+    return None
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -248,14 +255,31 @@ def _compare_names(
             found.ignored.append(key)
         else:
             found.unexpected.append(key)
+    missing = []
     for name in targets:
         if name in reached:
             continue
         if may_lack(name):
             found.initialized.append(name)
         else:
-            found.missing.append(name)
+            missing.append(name)
+    way_out_of = _untied_head(model) if missing else {}
+    found.missing = [Problem("missing in the folder", key=name, way_out=way_out_of.get(name, "")) for name in missing]
     return found
+
+
+def _untied_head(model: nn.Module) -> dict[str, str]:
+    """Name of the head → way out, where the configuration ties it to the input embeddings and the class does not."""
+    ties = [attribute_at(model, f"config.{part}tie_word_embeddings", False) for part in ("", "text_config.")]
+    get_head, get_first = attribute_at(model, "get_output_embeddings"), attribute_at(model, "get_input_embeddings")
+    head = attribute_at(get_head(), "weight") if any(ties) and get_head is not None else None
+    if head is None or get_first is None:
+        return {}
+    first = attribute_at(get_first(), "weight")
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    if head is first or not {id(head), id(first)} <= names.keys():
+        return {}
+    return {names[id(head)]: _TIE.format(head=names[id(head)], first=names[id(first)])}
 
 
 def _matcher(
@@ -392,4 +416,6 @@ def _files_of(folder: Path, names: Sequence[str]) -> str:
     """Where weights are stored under the names that the model has for them: the files."""
     entries = find_entries(folder) if holds_safetensors(folder) else {}
     files = sorted({entries[name].file.name for name in names if name in entries})
-    return f", stored in {listed(files)}" if files else ""
+    if files:
+        return f", stored in {listed(files)}"
+    return ""

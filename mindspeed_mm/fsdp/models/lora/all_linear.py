@@ -91,7 +91,9 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def _length(experts: nn.Module) -> int:
-    return len(experts) if isinstance(experts, nn.ModuleList | nn.ModuleDict) else 0
+    if isinstance(experts, nn.ModuleList | nn.ModuleDict):
+        return len(experts)
+    return 0
 
 
 def told_linear_layers(names: Sequence[str]) -> str:

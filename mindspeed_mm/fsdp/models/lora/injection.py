@@ -99,7 +99,9 @@ def _names_as_they_are() -> Iterator[None]:
 def expression_of(names: Sequence[str]) -> str | list[str]:
     """What stands for just these modules: an expression, as in a list a name also stands for every name that ends in
     it."""
-    return "|".join(map(re.escape, names)) if names else []
+    if names:
+        return "|".join(map(re.escape, names))
+    return []
 
 
 def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | str:
@@ -113,7 +115,9 @@ def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] 
     if not targets:
         return ()
     ends = shortest_ends(targets, names)
-    return ends if ends is not None else "|".join(map(re.escape, targets))
+    if ends is not None:
+        return ends
+    return "|".join(map(re.escape, targets))
 
 
 def _end_of(name: str, parts: int) -> str:

@@ -64,7 +64,9 @@ class Delta:
         if self.experts:
             a_ErI, b_EOr = factors(a, b, self.experts)
             product = self.scale * (b_EOr @ a_ErI)
-            return product.transpose(1, 2) if self.is_transposed else product
+            if self.is_transposed:
+                return product.transpose(1, 2)
+            return product
         product = self.scale * (b @ a)
         if not rest:
             return product

@@ -142,7 +142,9 @@ def base_name(name: str) -> str:
 
 def naming_of(model: nn.Module) -> Callable[[str], str]:
     """What turns the names of a model's parameters into those that a folder of its weights has."""
-    return base_name if facts_of(model).lora is not None else str
+    if facts_of(model).lora is not None:
+        return base_name
+    return str
 
 
 def is_adapter_weight(name: str) -> bool:

@@ -147,12 +147,16 @@ class LTX2Adapter(DiffusionAdapter):
     @property
     def media_roles(self) -> tuple[MediaRole, ...]:
         """The sound, where it is learned."""
-        return (SOUND,) if self.sound is not None else ()
+        if self.sound is not None:
+            return (SOUND,)
+        return ()
 
     @property
     def further_latents(self) -> tuple[str, ...]:
         """Batch key of the sound's latents, where the sound is learned; otherwise empty."""
-        return (_AUDIO,) if self.sound is not None else ()
+        if self.sound is not None:
+            return (_AUDIO,)
+        return ()
 
     def requirements(self) -> list[Requirement]:
         """Also channels of the sound's VAE, and the width of what the connectors make of captions."""
@@ -288,7 +292,9 @@ class LTX2Adapter(DiffusionAdapter):
 
     @override
     def further_shapes(self, frames: int, fps: float) -> dict[str, tuple[int, ...]]:
-        return {} if self.sound is None else {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
+        if self.sound is None:
+            return {}
+        return {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
 
     def starting_noise(self, pipeline: DiffusionPipeline, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The pipeline normalises what it is given, noise too; a picture it encodes only where it draws the noise

@@ -160,7 +160,9 @@ class MiMoV2AudioConfig(PreTrainedConfig):
     def of_codebooks(self, name: str) -> list[int]:
         """One number for each codebook out of `speech_vocab_size` or `speech_zeroemb_idx`."""
         numbers = [int(number) for number in str(getattr(self, name)).split("-")]
-        return numbers * self.audio_channels if len(numbers) == 1 else numbers[: self.audio_channels]
+        if len(numbers) == 1:
+            return numbers * self.audio_channels
+        return numbers[: self.audio_channels]
 
     @property
     def local(self) -> Qwen2Config:

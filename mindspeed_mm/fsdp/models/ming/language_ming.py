@@ -91,7 +91,9 @@ class BailingMoeBlock(nn.Module):
         rows = hidden.flatten(0, 1)
         _, weights, numbers = self.gate(rows, None if kinds is None else kinds.flatten())
         routed = self.experts(rows, numbers, weights).view_as(hidden)
-        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+        if self.shared_experts is None:
+            return routed
+        return routed + self.shared_experts(hidden)
 
 
 class BailingMoeDecoderLayer(GradientCheckpointingLayer):

@@ -147,7 +147,9 @@ class BailingMMNativeForConditionalGeneration(AnswersPictures, PreTrainedModel, 
             )
         hidden, real = self.linear_proj_audio(*self.audio(input_features, input_features_mask))
         features = hidden[real]
-        return F.normalize(features, dim=-1) if hearing.norm_query_embeds else features
+        if hearing.norm_query_embeds:
+            return F.normalize(features, dim=-1)
+        return features
 
     # --- positions ---------------------------------------------------------------------------------------------------
 

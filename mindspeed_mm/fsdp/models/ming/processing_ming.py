@@ -106,7 +106,9 @@ class BailingMMAudioProcessor(SequenceFeatureExtractor):
 
     def tokens(self, frames: int) -> int:
         """How many tokens stand for a sound of so many frames: two strides of two after Whisper's frames."""
-        return frames if self.whisper_frontend_args is None else ((frames - 1) // 2 + 2) // 2
+        if self.whisper_frontend_args is None:
+            return frames
+        return ((frames - 1) // 2 + 2) // 2
 
     def _frames(self, samples: np.ndarray) -> np.ndarray:
         if self.whisper_frontend_args is not None:
@@ -244,7 +246,9 @@ def _most_frames(path: Path) -> int | None:
         return None
     hears = read_json_object(path, ModelFolderError).get("audio_config") or {}
     places = (hears.get("whisper_encoder_config") or {}).get("n_ctx")
-    return None if places is None else 2 * int(places)
+    if places is None:
+        return None
+    return 2 * int(places)
 
 
 def read_mean_and_scale(path: Path) -> tuple[list[float], list[float]]:

@@ -105,7 +105,9 @@ class MingDrawAdapter(DiffusionAdapter):
 
     @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        return {_SOURCE_LATENTS: latent_shape} if self.task == "edit" else {}
+        if self.task == "edit":
+            return {_SOURCE_LATENTS: latent_shape}
+        return {}
 
     def settle_transformer(self, transformer: nn.Module) -> None:
         """What nothing goes through learns nothing: it stays as it is."""

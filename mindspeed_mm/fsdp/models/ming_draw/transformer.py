@@ -159,4 +159,6 @@ class MingImageTransformer(SD3Transformer2DModel):  # type: ignore[misc]
         side = config.patch_size
         squares = made.view(len(made), height // side, width // side, side, side, self.out_channels)
         sample = squares.permute(0, 5, 1, 3, 2, 4).reshape(len(made), self.out_channels, height, width)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        if return_dict:
+            return Transformer2DModelOutput(sample=sample)
+        return (sample,)

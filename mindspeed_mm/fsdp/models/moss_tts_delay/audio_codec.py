@@ -185,7 +185,9 @@ class _Quantizer(nn.Module):
 
 
 def _projection(given: int, made: int) -> nn.Module:
-    return nn.Identity() if given == made else weight_norm(nn.Conv1d(given, made, 1))
+    if given == made:
+        return nn.Identity()
+    return weight_norm(nn.Conv1d(given, made, 1))
 
 
 class MossAudioCodec(nn.Module):

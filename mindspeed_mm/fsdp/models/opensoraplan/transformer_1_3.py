@@ -281,7 +281,9 @@ class OpenSoraT2V_v1_3(ModelMixin, ConfigMixin, PeftAdapterMixin):
         shift, scale = (self.scale_shift_table + embedded[:, None]).chunk(2, dim=1)
         patches = self.proj_out(self.norm_out(tokens) * (1 + scale) + shift)
         sample = frames_of_patches(patches, grid, patch)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        if return_dict:
+            return Transformer2DModelOutput(sample=sample)
+        return (sample,)
 
 
 class OpenSoraInpaint_v1_3(OpenSoraT2V_v1_3):

@@ -334,7 +334,9 @@ class OpenSoraT2V_v1_5(ModelMixin, ConfigMixin, PeftAdapterMixin):
         shift, scale = self.norm_out["linear"](F.silu(temb)).to(exact).chunk(2, dim=1)
         video = _modulated(self.norm_out["norm"](self.norm_final(video)), shift, scale)
         sample = frames_of_patches(self.proj_out(video), grid, patch)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        if return_dict:
+            return Transformer2DModelOutput(sample=sample)
+        return (sample,)
 
     def _joined(self, at: int, now: Streams, before: Streams) -> Streams:
         linears: tuple[Any, Any] = (self.skip_norm_linear[at][1], self.skip_norm_linear_enc[at][1])

@@ -41,7 +41,9 @@ _ATTENTIONS = ("AttnBlock3DFix", "WfCausalConv3dAttnBlock")
 
 def _axes(block: str) -> int:
     """Of the wavelet beside a block: those that the block changes."""
-    return 3 if block.startswith(_IN_TIME) else 2
+    if block.startswith(_IN_TIME):
+        return 3
+    return 2
 
 
 def _middle(channels: Sequence[int], uses_attention: bool, chunk: Chunk) -> nn.Sequential:
@@ -239,7 +241,9 @@ class WFVAEModel(ModelMixin, ConfigMixin):
             return_dict: Return the class of diffusers' VAEs.
         """
         posterior = DiagonalGaussianDistribution(self._in_chunks(self.encoder, frames, self.encoder_chunk, False))
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
+        if return_dict:
+            return AutoencoderKLOutput(latent_dist=posterior)
+        return (posterior,)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Clips in −1..1, (B, 3, T, 8H, 8W).
@@ -249,7 +253,9 @@ class WFVAEModel(ModelMixin, ConfigMixin):
             return_dict: Return the class of diffusers' VAEs.
         """
         frames = self._in_chunks(self.decoder, latents, self.decoder_chunk, True)
-        return DecoderOutput(sample=frames) if return_dict else (frames,)
+        if return_dict:
+            return DecoderOutput(sample=frames)
+        return (frames,)
 
     encoder_chunk: int = 8
     """Frames of a chunk, behind the first one, which is a chunk of its own."""

@@ -237,7 +237,9 @@ class InverseHaarTransform(HaarWavelet):
         each = bands.unflatten(1, (len(self.kernel), -1)).transpose(1, 2)
         frames = F.conv_transpose3d(each.flatten(0, 1), self.kernel.to(bands.dtype), stride=self.stride)
         frames = frames.unflatten(0, each.shape[:2]).squeeze(2)
-        return frames[:, :, 1:] if self.is_in_time and self.chunk.is_first else frames
+        if self.is_in_time and self.chunk.is_first:
+            return frames[:, :, 1:]
+        return frames
 
 
 def low_band(frames: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,9 @@ def _block_settings(values: Mapping[str, object]) -> Qwen3Config:
 
 
 def _as_mapping(given: Mapping[str, object] | PreTrainedConfig | None) -> JsonObject:
-    return given.to_dict() if isinstance(given, PreTrainedConfig) else dict(given or {})
+    if isinstance(given, PreTrainedConfig):
+        return given.to_dict()
+    return dict(given or {})
 
 
 def _without_type(values: Mapping[str, object]) -> JsonObject:

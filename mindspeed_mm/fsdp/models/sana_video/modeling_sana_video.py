@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def _numbers(vae: ModelMixin) -> tuple[Numbers, Numbers]:
     """Mean and standard deviation of each channel: settings of Wan's VAE, buffers of LTX-2's, as they are."""
-    return of_settings(vae) if vae.config.get("latents_mean") else (vae.latents_mean, vae.latents_std)
+    if vae.config.get("latents_mean"):
+        return of_settings(vae)
+    return (vae.latents_mean, vae.latents_std)
 
 
 @model_register.register("sana_video")

@@ -194,7 +194,9 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
 
 
 def _several(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str):
+        return [texts]
+    return list(texts)
 
 
 def first_frame_alone(picture_BCTHW: torch.Tensor, frames: int) -> torch.Tensor:

@@ -352,7 +352,9 @@ class StepVideoModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore
         shift, scale = (self.scale_shift_table + embedded.unsqueeze(1)).chunk(2, dim=1)
         made = self.proj_out(self.norm_out(tokens) * (1 + scale) + shift)
         output = self._unpatched(made, frames, height, width)
-        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+        if return_dict:
+            return Transformer2DModelOutput(sample=output)
+        return (output,)
 
     def _unpatched(self, tokens: torch.Tensor, frames: int, height: int, width: int) -> torch.Tensor:
         """(B, T, C, H, W); a token holds rows, columns and channels of its patch."""

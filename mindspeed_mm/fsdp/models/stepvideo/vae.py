@@ -359,7 +359,9 @@ class StepVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
         17 frames."""
         moments = [self.encoder(group) for group in media.split(GROUP_FRAMES, dim=2)]
         posterior = DiagonalGaussianDistribution(torch.cat(moments, dim=2))
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
+        if return_dict:
+            return AutoencoderKLOutput(latent_dist=posterior)
+        return (posterior,)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """(B, 3, frames, height, width) in about −1..1. The two frames beside the border of two groups are mixed: first
@@ -369,4 +371,6 @@ class StepVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
         behind = slice(GROUP_FRAMES, pixels.shape[2], GROUP_FRAMES)
         pixels[:, :, behind] = _KEPT * pixels[:, :, behind] + (1 - _KEPT) * pixels[:, :, before]
         pixels[:, :, before] = _KEPT * pixels[:, :, before] + (1 - _KEPT) * pixels[:, :, behind]
-        return DecoderOutput(sample=pixels) if return_dict else (pixels,)
+        if return_dict:
+            return DecoderOutput(sample=pixels)
+        return (pixels,)

@@ -145,19 +145,25 @@ class PlaceholderModule(nn.Module):
 
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states as they come in, whether by position or as `hidden_states`."""
-        return kwargs.get("hidden_states") if hidden is None else hidden
+        if hidden is None:
+            return kwargs.get("hidden_states")
+        return hidden
 
 
 def whole_of(model: nn.Module) -> nn.Module:
     """The model before it was cut, without weights; the model itself where it was not."""
     share = facts_of(model).share
-    return model if share is None else share.whole
+    if share is None:
+        return model
+    return share.whole
 
 
 def first_names(model: nn.Module) -> Mapping[str, str]:
     """Own copy of a shared weight → the name that the whole model has for it."""
     share = facts_of(model).share
-    return {} if share is None else share.copies
+    if share is None:
+        return {}
+    return share.copies
 
 
 def holders_of(model: nn.Module) -> list[nn.Module]:
@@ -231,4 +237,6 @@ class RouterPassing:
             like: A tensor of its device.
         """
         sent, self.sent = self.sent, None
-        return torch.zeros(self.numbers, dtype=self.dtype, device=like.device) if sent is None else sent
+        if sent is None:
+            return torch.zeros(self.numbers, dtype=self.dtype, device=like.device)
+        return sent

@@ -130,7 +130,9 @@ def _image_side(vision: VisionSettings) -> Sides | None:
 def _height_and_width(whole: nn.Module) -> tuple[int, int]:
     size = _image_side(_vision(whole))
     assert size is not None
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    if isinstance(size, int):
+        return (size, size)
+    return (size[0], size[1])
 
 
 def _channels(whole: nn.Module) -> int:
@@ -144,11 +146,15 @@ def _dtype_of(whole: nn.Module, tower: str) -> torch.dtype:
 
 
 def _first_side(size: Sides) -> int:
-    return size if isinstance(size, int) else size[0]
+    if isinstance(size, int):
+        return size
+    return size[0]
 
 
 def _area(size: Sides) -> int:
-    return size * size if isinstance(size, int) else size[0] * size[-1]
+    if isinstance(size, int):
+        return size * size
+    return size[0] * size[-1]
 
 
 def _empty_picture(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -171,7 +177,9 @@ class _TowerLocation:
         return model.get_submodule(self.holder)
 
     def name(self, part: str) -> str:
-        return f"{self.holder}.{part}" if self.holder else part
+        if self.holder:
+            return f"{self.holder}.{part}"
+        return part
 
 
 def _place_of(model: nn.Module, tower: str, getter: str) -> _TowerLocation | None:
@@ -312,7 +320,9 @@ def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettin
         return _image_of_any_size
     if "image_sizes" in needed:
         return _tiles
-    return _image_of_one_size if _image_side(vision) is not None else None
+    if _image_side(vision) is not None:
+        return _image_of_one_size
+    return None
 
 
 def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

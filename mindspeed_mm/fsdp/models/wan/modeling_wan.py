@@ -106,7 +106,9 @@ class WanAdapter(DiffusionAdapter):
     @property
     def text_tokens(self) -> int:
         """Beside image features the transformer takes the last 512 tokens for text, whatever the tokenizer says."""
-        return self.most_text_tokens if self._takes_image_embeds else super().text_tokens
+        if self._takes_image_embeds:
+            return self.most_text_tokens
+        return super().text_tokens
 
     @property
     def _takes_image_embeds(self) -> bool:
@@ -125,7 +127,9 @@ class WanAdapter(DiffusionAdapter):
     @property
     @override
     def transformers(self) -> tuple[str, ...]:
-        return EXPERT_PARTS if self.has_component("transformer_2") else super().transformers
+        if self.has_component("transformer_2"):
+            return EXPERT_PARTS
+        return super().transformers
 
     @property
     def boundary_time(self) -> float:
@@ -135,7 +139,9 @@ class WanAdapter(DiffusionAdapter):
     @classmethod
     def of_release(cls, index: JsonMapping) -> type[DiffusionAdapter]:
         """Wan2.2 5B takes a time for each token."""
-        return WanTokenTimeAdapter if index.get("expand_timesteps") else cls
+        if index.get("expand_timesteps"):
+            return WanTokenTimeAdapter
+        return cls
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -326,4 +332,6 @@ class WanTokenTimeAdapter(WanAdapter):
 def _used_rows(embeds_LD: torch.Tensor) -> int:
     """Rows before the zeros that the pipeline padded with."""
     used = embeds_LD.ne(0).any(dim=-1).nonzero()
-    return int(used[-1]) + 1 if len(used) else 0
+    if len(used):
+        return int(used[-1]) + 1
+    return 0

@@ -66,7 +66,9 @@ def kernel_for(query: Tensor, value: Tensor, *, masked: bool) -> BlockKernel:
         return CpuKernel()
     if chosen.name == "npu_parts":
         return NpuKernel()
-    return MathKernel() if chosen.name == EAGER else CudaFlashKernel()
+    if chosen.name == EAGER:
+        return MathKernel()
+    return CudaFlashKernel()
 
 
 class CpuKernel:
@@ -252,7 +254,9 @@ class NpuKernel:
 
 
 def _expanded(bias: Tensor | None, q_BHTD: Tensor) -> Tensor | None:
-    return None if bias is None else bias.expand(-1, -1, q_BHTD.shape[2], -1)
+    if bias is None:
+        return None
+    return bias.expand(-1, -1, q_BHTD.shape[2], -1)
 
 
 def _closed(lse: Tensor) -> Tensor:

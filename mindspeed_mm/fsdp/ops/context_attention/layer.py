@@ -45,22 +45,30 @@ class ContextGroups:
     @property
     def ring_size(self) -> int:
         """Number of ranks in the ring; 1 without a group."""
-        return 1 if self.ring is None else self.ring.size()
+        if self.ring is None:
+            return 1
+        return self.ring.size()
 
     @property
     def ring_rank(self) -> int:
         """Place of this rank in the ring, counted from 0."""
-        return 0 if self.ring is None else self.ring.rank()
+        if self.ring is None:
+            return 0
+        return self.ring.rank()
 
     @property
     def ulysses_size(self) -> int:
         """Number of ranks that exchange heads; 1 without a group."""
-        return 1 if self.ulysses is None else self.ulysses.size()
+        if self.ulysses is None:
+            return 1
+        return self.ulysses.size()
 
     @property
     def ulysses_rank(self) -> int:
         """Place of this rank among those that exchange heads, counted from 0."""
-        return 0 if self.ulysses is None else self.ulysses.rank()
+        if self.ulysses is None:
+            return 0
+        return self.ulysses.rank()
 
 
 def context_attention(
@@ -223,7 +231,9 @@ class HeadShares:
         # What kernels of grouped queries assume: query head number n reads key-value head n // each.
         each = max(1, len(places) // max(1, len(own)))
         assumed = [place // each for place in range(len(places))]
-        return None if places == assumed else places
+        if places == assumed:
+            return None
+        return places
 
 
 def share_heads(heads: int, key_heads: int, ranks: int) -> HeadShares:
@@ -295,12 +305,16 @@ class RingCall:
     @property
     def size(self) -> int:
         """Number of ranks in the ring; 1 without a group."""
-        return 1 if self.group is None else self.group.size()
+        if self.group is None:
+            return 1
+        return self.group.size()
 
     @property
     def rank(self) -> int:
         """Place of this rank in the ring, counted from 0."""
-        return 0 if self.group is None else self.group.rank()
+        if self.group is None:
+            return 0
+        return self.group.rank()
 
     def neighbour(self, steps: int) -> int:
         """Global rank of the one so many places on."""
@@ -418,7 +432,9 @@ class _RingExchange:
 
 def _work(rectangles: Sequence[Rectangle], q_BTHD: Tensor) -> Sequence[Rectangle]:
     """Nothing where this rank has no head or no row; the exchanges go on all the same."""
-    return rectangles if q_BTHD.shape[0] and q_BTHD.shape[2] else ()
+    if q_BTHD.shape[0] and q_BTHD.shape[2]:
+        return rectangles
+    return ()
 
 
 def _slices(rectangle: Rectangle) -> tuple[slice, slice]:

@@ -36,7 +36,7 @@ def optimizer_problems(
             way_out="Leave it out, or set clip_grad above 0: it bounds the first step.",
         )
     optimizer = OPTIMIZERS[training.optimizer]
-    if training.optimizer_state_dtype and not optimizer.keeps_two_moments:
+    if training.optimizer_state_dtype and optimizer.moments != 2:
         yield Problem(
             f"{training.optimizer_state_dtype} is for AdamW; {training.optimizer} keeps one state where AdamW keeps "
             "two",

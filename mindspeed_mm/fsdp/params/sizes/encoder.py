@@ -73,7 +73,9 @@ def resolve_encoder_sizes(parallel: ParallelArguments, data_ranks: int) -> Encod
         parts = decoder_context[0] * decoder_context[1]
         sizes = EncoderSizes(streams=streams, parts=parts, copies=copies, ring=ring, ulysses=ulysses)
     _check_team(sizes, data_ranks)
-    return None if sizes.ranks == 1 else sizes
+    if sizes.ranks == 1:
+        return None
+    return sizes
 
 
 def check_encoder_plan(parallel: ParallelArguments) -> None:

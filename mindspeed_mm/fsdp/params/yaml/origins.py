@@ -30,7 +30,9 @@ class Origin:
     def __str__(self) -> str:
         if self.kind == "yaml":
             return self.where
-        return f"{self.kind}: {self.where}" if self.where else self.kind
+        if self.where:
+            return f"{self.kind}: {self.where}"
+        return self.kind
 
 
 def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,5 +94,7 @@ def _scalar(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         text = repr(value)
-        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+        if "e" in text and "." not in text:
+            return text.replace("e", ".0e")
+        return text
     return json.dumps(value, default=str)

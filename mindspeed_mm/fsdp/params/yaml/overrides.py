@@ -64,7 +64,9 @@ def to_plain(value: object) -> Any:
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    return str(value) if isinstance(value, PurePath) else value
+    if isinstance(value, PurePath):
+        return str(value)
+    return value
 
 
 def put_over(root: Node, extra: Node, notes: Notes, *, key: str = "") -> None:

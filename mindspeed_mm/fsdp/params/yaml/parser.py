@@ -99,7 +99,9 @@ class _Scanner(Scanner):
         self._skip_blanks()
         if self.reader.peek() in "\r\n\x85\u2028\u2029":
             return super().scan_plain_spaces(indent, start_mark)
-        return [" " * (self.reader.column - begin)] if self.reader.column > begin else []
+        if self.reader.column > begin:
+            return [" " * (self.reader.column - begin)]
+        return []
 
     def _skip_blanks(self) -> None:
         while self.reader.peek() in "\t ":
@@ -278,11 +280,15 @@ def _end_of_event(event: Any) -> tuple[int, int]:
 def _whole_value(text: str) -> int:
     digits = text.replace("_", "")
     prefixed = digits.lstrip("+-")[:2].lower() in {"0x", "0o", "0b"}
-    return int(digits, 0) if prefixed else int(digits)
+    if prefixed:
+        return int(digits, 0)
+    return int(digits)
 
 
 def _fraction(text: str) -> float:
-    return _FLOATS[text.lower()] if text.lower() in _FLOATS else float(text.replace("_", ""))
+    if text.lower() in _FLOATS:
+        return _FLOATS[text.lower()]
+    return float(text.replace("_", ""))
 
 
 _SCALARS: dict[str, Callable[[str], object]] = {

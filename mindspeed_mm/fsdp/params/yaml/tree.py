@@ -19,7 +19,9 @@ class SourcePosition:
     """From 1."""
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+        if self.line:
+            return f"{self.source}:{self.line}:{self.column}"
+        return self.source
 
 
 @dataclass
@@ -88,13 +90,17 @@ def find(root: Node, key: str) -> MappingEntry | None:
 def value_at_key(root: Node, key: str) -> Any:
     """The plain value at a dotted key, or None."""
     entry = find(root, key)
-    return plain(entry.node) if entry else None
+    if entry:
+        return plain(entry.node)
+    return None
 
 
 def text_at(root: Node, key: str) -> str | None:
     """The value at a dotted key if it is a text."""
     value = value_at_key(root, key)
-    return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value
+    return None
 
 
 def take(root: Node, key: str) -> MappingEntry | None:

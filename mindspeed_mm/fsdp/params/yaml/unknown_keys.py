@@ -151,7 +151,9 @@ def _in_words_of_others(name: str, here: Sequence[str]) -> str:
     key = suggested_keys().get(name)
     if key is None:
         sentence = suggested_sentences().get(name)
-        return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+        if sentence:
+            return f"{sentence[:1].upper()}{sentence[1:]}."
+        return ""
     last = key.rpartition(".")[2]
     return f"Did you mean '{last if last in here else key}'?"
 
@@ -165,7 +167,9 @@ DATASETS = ("data.dataset_param", "data.val_dataset_param")
 def own_model_keys(root: Node, plugin_keys: PluginKeys | None) -> Mapping[str, Any]:
     """Keys that the chosen model brings, with their defaults."""
     card = model_cards().get(text_at(root, "model.model_id") or "", {})
-    return card if plugin_keys is None else {**card, **plugin_keys.model}
+    if plugin_keys is None:
+        return card
+    return {**card, **plugin_keys.model}
 
 
 def has_outside_plugin(root: Node) -> bool:

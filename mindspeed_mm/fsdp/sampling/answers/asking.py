@@ -89,7 +89,9 @@ class RowsView:
                 if data.resolve() in [file.resolve() for file in source.files]:
                     return source.row_format
                 formats.append(source.row_format)
-        return formats[0] if len(set(formats)) == 1 else attr
+        if len(set(formats)) == 1:
+            return formats[0]
+        return attr
 
 
 def check_answers_rows(folder: Path) -> None:

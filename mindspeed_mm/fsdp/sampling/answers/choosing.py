@@ -69,7 +69,9 @@ class Sampling:
 
     def of_row(self, row: int) -> Sampling:
         """The same, with a seed of the row's own where there is one."""
-        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, row) % 2**63)
+        if self.seed is None:
+            return self
+        return replace(self, seed=derive_seed(self.seed, row) % 2**63)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,9 @@ class RowChoices:
     def log_probs(self, row: int, count: int) -> list[TokenLogProb]:
         """Of the first tokens of a row; none where they were not asked for. Waits for the device."""
         noted = self._log_probs[row]
-        return [] if noted is None else noted.read(count)
+        if noted is None:
+            return []
+        return noted.read(count)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores (B, V) → the same, those of rows that sample replaced by what their largest is drawn by."""

@@ -162,6 +162,7 @@ class Generator:
         sampling: Sampling,
         batch_size: int,
         hides_thoughts: bool = False,
+        stops: Sequence[str] = (),
     ) -> Iterator[list[tuple[Question, Answer]]]:
         """Answers, batch by batch; within a window of four batches the questions come sorted by length.
 
@@ -171,6 +172,7 @@ class Generator:
             sampling: How tokens are chosen; with a seed, each row has its own of it.
             batch_size: Questions answered at a time.
             hides_thoughts: Leave what the model thinks out of the texts.
+            stops: Texts that end an answer; they are not part of it.
 
         Raises:
             DataError: A medium cannot be read, or the model takes none of its kind.
@@ -180,7 +182,8 @@ class Generator:
             for batch in _alike_batches(encoded, batch_size):
                 rows = []
                 for question, each in batch:
-                    rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
+                    choice = sampling.of_row(question.row)
+                    rows.append(LiveAnswer(each, choice, stop=stops, adapter=question.adapter))
                 failure: NotFiniteError | None = None
                 try:
                     answers: Sequence[Answer | None] = self.answer_live(rows)

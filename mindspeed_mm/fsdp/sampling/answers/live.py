@@ -111,7 +111,9 @@ class LiveAnswer:
 
     def ends(self, ends: Sequence[int]) -> Sequence[int]:
         """Which of the model's end tokens end it."""
-        return () if self.sampling.steering.ignores_end else ends
+        if self.sampling.steering.ignores_end:
+            return ()
+        return ends
 
     def take(self, token: int, ends: Sequence[int]) -> bool:
         """Add a token, unless it is over; whether it is over now."""
@@ -210,7 +212,9 @@ class TextPieces:
         self._catch_up(self._before_blanks(self._text[:end]))
         if self._end is None:
             return whole
-        return self._text[:end] if self._keeps_blanks else self._text[:end].strip()
+        if self._keeps_blanks:
+            return self._text[:end]
+        return self._text[:end].strip()
 
     def _look_for_end(self) -> None:
         places = [self._text.find(text) for text in self._stop]

@@ -29,8 +29,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
 _LONGEST_PATH = 1000
-_YAML_SECTION = "data.dataset_param"
 """Longer texts of media are base64."""
+_YAML_SECTION = "data.dataset_param"
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ def _read_question(
 def text_field(row: Mapping[str, object], name: str, default: str) -> str:
     """A value of a row as text; one that is null counts as not there."""
     value = row.get(name)
-    return default if value is None else str(value)
+    if value is None:
+        return default
+    return str(value)
 
 
 def question_of(

@@ -91,7 +91,9 @@ class Evaluation:
 def _judges_failure(sample: JsonMapping) -> str | None:
     """Why there is no verdict on an answer that a judge was asked about."""
     verdict = sample.get("judge")
-    return verdict["failure"] if verdict else None
+    if verdict:
+        return verdict["failure"]
+    return None
 
 
 def evaluate_answers(

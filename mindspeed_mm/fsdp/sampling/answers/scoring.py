@@ -176,7 +176,9 @@ class Comparison:
 
 def error_rate(errors: float, units: float) -> float:
     """Errors over units; of answers that are all expected to be empty, 0 when they are and 1 when they are not."""
-    return float(errors / units) if units else float(errors > 0)
+    if units:
+        return float(errors / units)
+    return float(errors > 0)
 
 
 def bootstrap_interval(errors: np.ndarray, units: np.ndarray) -> tuple[float, float]:

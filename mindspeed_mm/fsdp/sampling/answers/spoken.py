@@ -79,12 +79,16 @@ class SpokenPieces:
         kind: PieceKind = "thoughts" if self._thinks else "words"
         held, self._held = self._held, ""
         if not self._calling:
-            return [(kind, held)] if held else []
+            if held:
+                return [(kind, held)]
+            return []
         try:
             _, words, self.calls = read_call_text(held, "", "answer")
         except DataError:
             words = held
-        return [("words", words)] if words else []
+        if words:
+            return [("words", words)]
+        return []
 
     def _next(self) -> tuple[PieceKind, str] | None:
         """The next part that is certain; None until more is said."""
@@ -119,4 +123,6 @@ class SpokenPieces:
                 certain = start
                 break
         text, self._held = before[:certain], before[certain:]
-        return (kind, text) if text else None
+        if text:
+            return (kind, text)
+        return None

@@ -119,4 +119,6 @@ def _ended(row: list[int], most: int, padding: int | None, end: int) -> Transcri
     ids = [int(token) for token in row]
     while ids and ids[-1] in (padding, end):
         ids.pop()
-    return Transcript((*ids, end), "stop") if len(ids) < most else Transcript(tuple(ids), "length")
+    if len(ids) < most:
+        return Transcript((*ids, end), "stop")
+    return Transcript(tuple(ids), "length")

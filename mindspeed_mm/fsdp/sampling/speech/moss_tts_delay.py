@@ -138,7 +138,9 @@ class _Delay:
         """Tokens of text that alone are chosen from; empty: all but `left_out`."""
         config = self._config
         slots = [config.audio_assistant_gen_slot_token_id, config.audio_assistant_delay_slot_token_id]
-        return slots if self._in_sound else []
+        if self._in_sound:
+            return slots
+        return []
 
     def left_out(self) -> list[int]:
         """Tokens of text that are not chosen."""

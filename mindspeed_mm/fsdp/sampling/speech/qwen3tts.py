@@ -135,13 +135,17 @@ class Qwen3TTSVoice(Voice):
         """What stands for the voice."""
         if job.reference is not None:
             return [SPEAKER_CODE]
-        return [] if job.name is None else [int(self.model.config.talker_config.spk_id[job.name])]
+        if job.name is None:
+            return []
+        return [int(self.model.config.talker_config.spk_id[job.name])]
 
     def _dialect(self, name: str | None) -> int | None:
         """The language of a voice that speaks a dialect, which is told to the model; None: it hears it in the text."""
         talker = self.model.config.talker_config
         dialect = (getattr(talker, "spk_is_dialect", None) or {}).get(name)
-        return int(talker.codec_language_id[dialect]) if dialect else None
+        if dialect:
+            return int(talker.codec_language_id[dialect])
+        return None
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -264,7 +264,9 @@ def voice_class(folder: Path) -> type[Voice] | None:
     module, _, name = named.rpartition(".")
     prepare_for_transformers()  # before a family's module imports transformers
     found: type[Voice] = getattr(importlib.import_module(f"{_ROOM}.{module}"), name)
-    return found if found.can_speak(config) else None
+    if found.can_speak(config):
+        return found
+    return None
 
 
 def is_speaker(folder: Path) -> bool:

@@ -191,7 +191,9 @@ class Reader:
             if number is not None:
                 return number
         number = setting_of(self._config(name), int, *_TOP_K)
-        return 1 if number is None else number
+        if number is None:
+            return 1
+        return number
 
     def _config(self, name: str) -> object | None:
         """The configuration that a module was built from: its own or that of a module around it."""
@@ -201,7 +203,9 @@ class Reader:
                 return config
             name = name.rpartition(".")[0]
         whole = setting_of(self._model, object, "config")
-        return whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+        if hasattr(whole, "get_text_config"):
+            return whole.get_text_config()
+        return whole
 
     # --- mixing over a sequence ---------------------------------------------------------------------------------------
 
@@ -387,12 +391,16 @@ def _stacked_experts(module: nn.Module, own: Mapping[str, nn.Parameter]) -> dict
 
 def _adapted_parameter(module: nn.Module | None) -> str | None:
     """The weight that a level of PEFT around fused experts adapts; None for other modules."""
-    return setting_of(module, str, "parameter_name") if hasattr(module, "lora_A") else None
+    if hasattr(module, "lora_A"):
+        return setting_of(module, str, "parameter_name")
+    return None
 
 
 def _around(name: str) -> str:
     """The level of PEFT that a layer of an adapter is of."""
-    return re.split(r"\.lora_[AB]\.", name)[0] if ".lora_" in name else ""
+    if ".lora_" in name:
+        return re.split(r"\.lora_[AB]\.", name)[0]
+    return ""
 
 
 def _last_linear(module: nn.Module) -> nn.Module | None:
@@ -415,7 +423,9 @@ def _value_width(children: Mapping[str, nn.Module], makers: Sequence[str]) -> in
     if out is None:
         last = _last_linear(children[makers[-1]])
         sizes = linear_sizes(last) if last is not None else None
-        return 0 if sizes is None else sizes.outputs
+        if sizes is None:
+            return 0
+        return sizes.outputs
     blocks = setting_of(out, list, "_tp_packed_row_blocks")
     if blocks:  # diffusers says what a layer takes beside the values
         return int(blocks[0])

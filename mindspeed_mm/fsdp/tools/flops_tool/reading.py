@@ -64,7 +64,9 @@ def _module_of_product(product: Product) -> str:
         return product.module
     parent = product.module.rpartition(".")[0]
     is_in_block = any(map(str.isdigit, parent.split(".")))
-    return parent if is_in_block else product.module
+    if is_in_block:
+        return parent
+    return product.module
 
 
 # --- which products the backward pass needs ---------------------------------------------------------------------------
@@ -161,7 +163,9 @@ class Differentiation:
         if sequence in (units.MEDIA, units.SOUND_TOKENS, units.LABELS):
             return sequence
         is_memory = sequence in self._sequences.memory and not in_block
-        return sequence if is_memory else _MAIN
+        if is_memory:
+            return sequence
+        return _MAIN
 
     def _is_fed(self, block: str, before: Sequence[Product], product: Product) -> bool:
         """Whether the input of a product has a gradient."""

@@ -69,7 +69,9 @@ def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequ
     """
     adapter = facts_of(model).adapter
     if adapter is not None:
-        return _of_generator(adapter) if adapter.streams else None
+        if adapter.streams:
+            return _of_generator(adapter)
+        return None
     if not is_transformers(type(model)):
         return None  # a plugin's own forward: it is not known what it calls its modules with
     head_sequence = units.LABELS if head_on_labels else units.TEXT
@@ -164,10 +166,14 @@ class _DecoderParts:
     def _of_tower(self, tower: str, name: str) -> str:
         if tower in self.hearing:
             is_behind = self.sound is not None and self.sound.is_behind(name)
-            return units.SOUND_TOKENS if is_behind else units.SOUND
+            if is_behind:
+                return units.SOUND_TOKENS
+            return units.SOUND
         if self.vision is None:
             return ""
-        return units.MEDIA if _MERGED.search(name) else units.PATCHES
+        if _MERGED.search(name):
+            return units.MEDIA
+        return units.PATCHES
 
     def lengths(self, batch: Batch) -> dict[str, list[int]]:
         """Return the lengths of a batch's sequences, by the name of the sequence."""
@@ -216,7 +222,9 @@ def _of_talker(head: str, head_sequence: str) -> Sequences:
             return units.FRAMES
         if ".code_predictor." in name:
             return units.CODES
-        return units.TEXT if name.startswith("talker.") else ""
+        if name.startswith("talker."):
+            return units.TEXT
+        return ""
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
         frames, codes = len(batch["frame_places"]), batch["codec_ids"].shape[-1]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from typing_extensions import override
 
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GATHERED, GRADIENTS, HOST, REDUCTION, BookedWork, Label
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of
@@ -185,13 +186,22 @@ class _RunningUnit:
             self._ledger.give_back(self._gathered)
             self._gathered = None
 
-    def _before_forward(self, _module: nn.Module, args: object, kwargs: object) -> None:
+    def _before_forward(
+        self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         self._gather(in_forward=True)
-        inputs = _tensors_with_gradients((args, kwargs)) if torch.is_grad_enabled() else []
-        if inputs:
-            register_multi_grad_hook(inputs, self._inputs_have_gradients)
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
+        if not places or not torch.is_grad_enabled():
+            return None
+        # Aliases of this unit alone: the gradient of a tensor that all blocks read is whole only when all are through.
+        aliases = _EndOfBackward.apply(self.inputs_have_gradients, *[leaves[place] for place in places])
+        for place, alias in zip(places, aliases, strict=True):
+            leaves[place] = alias
+        given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves, structure)
+        return given
 
-    def _inputs_have_gradients(self, _: object) -> None:
+    def inputs_have_gradients(self) -> None:
         """The backward pass is through, also where a parameter was not used, and where none is trained."""
         if self._is_backward or not self._trained:
             self.after_backward()
@@ -247,5 +257,26 @@ class _RunningUnit:
             parameter.grad = None
 
 
+class _EndOfBackward(torch.autograd.Function):
+    """Passes tensors through, and says when the gradients of all of them are there, as FSDP2's
+    `RegisterPostBackwardFunction` does. It keeps none of them."""
+
+    @staticmethod
+    @override
+    def forward(ctx: FunctionCtx, notify: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.notify = notify  # type: ignore[attr-defined]
+        return tensors
+
+    @staticmethod
+    @override
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.notify()  # type: ignore[attr-defined]
+        return (None, *gradients)
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _tensors_with_gradients(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [leaf for leaf in tree_leaves(value) if _has_gradient(leaf)]

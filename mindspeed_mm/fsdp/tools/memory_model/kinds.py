@@ -40,7 +40,9 @@ def simulated_periods(period: int) -> int:
     """How many periods of so many blocks are simulated: the first and the last may differ from those between, and two
     of those are compared. What the first block or the last hands to its neighbour may differ, too: where a period is
     one block, there is one more to compare."""
-    return 5 if period == 1 else 4
+    if period == 1:
+        return 5
+    return 4
 
 
 class Alike(NamedTuple):
@@ -144,7 +146,9 @@ class _ComparedBlock:
 
     def below(self, name: str) -> str:
         """A name without that of the block; any other text as it is."""
-        return name[len(self.name) :] if f"{name}.".startswith(f"{self.name}.") else name
+        if f"{name}.".startswith(f"{self.name}."):
+            return name[len(self.name) :]
+        return name
 
     def inside(self, role: _Role) -> _Role:
         """A parameter's role, with names below the block instead of whole ones."""

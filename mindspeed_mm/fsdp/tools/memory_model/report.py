@@ -13,7 +13,9 @@ def in_units(size: int) -> str:
     """Bytes as GiB, MiB or KiB."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+    if size >= 2**20:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def table(prediction: MemoryPrediction) -> list[str]:

@@ -203,9 +203,11 @@ def state_bytes(parameter: HeldParameter, training: TrainingArguments, matrices:
     Args:
         parameter: A trained one.
         training: The section.
-        matrices: Names of the parameters that Muon takes: one moment instead of two.
+        matrices: Names of the parameters that an optimizer for matrices takes; the rest is AdamW's.
     """
-    moments = 1 if parameter.name in matrices else 2
+    facts = OPTIMIZERS[training.optimizer]
+    is_adamws = facts.for_matrices and parameter.name not in matrices
+    moments = OPTIMIZERS["adamw"].moments if is_adamws else facts.moments
     if training.optimizer_state_dtype == "bf16":
         return moments * parameter.numel * 2
     if training.optimizer_state_dtype == "int8" and parameter.numel >= _INT8_LEAST:
@@ -222,6 +224,8 @@ def step_bytes(trained: Iterable[HeldParameter], training: TrainingArguments, de
         return min(numel, MOST_BYTES // a_number) * 2 * FP32_BYTES
     if OPTIMIZERS[training.optimizer].moments_on_host:  # two buckets at a time are on the device
         return min(2 * MOST_BYTES, 2 * numel * FP32_BYTES)
+    if training.optimizer == "lion":  # the direction of a parameter at a time
+        return max((parameter.bytes for parameter in held), default=0)
     if training.optimizer == "adamw" and not training.adam_fused and device_type != "cpu":
         return sum(parameter.bytes for parameter in held)  # multi-tensor kernels: the root of all second moments
     return 0

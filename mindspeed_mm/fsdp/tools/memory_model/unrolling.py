@@ -53,7 +53,9 @@ def unrolled(log: Log, runs: Sequence[SimulatedRun]) -> Log:
     """
     seen = {place.block for _, place in log.places}
     own = [run for run in runs if run.copies and seen.issuperset(run.blocks)]
-    return _Unrolling(log, own).written() if own else log
+    if own:
+        return _Unrolling(log, own).written()
+    return log
 
 
 class _Segment(NamedTuple):
@@ -183,7 +185,9 @@ class _Unrolling:
         """Where an entry that is taken is freed, or the other way round; None: it stays."""
         if event < 0:
             return self._segments[self._born[-event - 1]]
-        return self._segments[self._died[event - 1]] if event - 1 in self._died else None
+        if event - 1 in self._died:
+            return self._segments[self._died[event - 1]]
+        return None
 
     def _is_near(self, segment: _Segment, other: _Segment) -> bool:
         """Whether two segments are of blocks of a run a period apart at most. What a run's first blocks and its last

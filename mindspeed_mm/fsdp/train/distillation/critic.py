@@ -133,4 +133,6 @@ class DistillationForwardBackward:
             loss.backward()
             total = total.to(loss.device) + loss.detach()
         norm = critic.update()
-        return total if math.isfinite(float(norm)) else torch.full_like(total, torch.nan)
+        if math.isfinite(float(norm)):
+            return total
+        return torch.full_like(total, torch.nan)

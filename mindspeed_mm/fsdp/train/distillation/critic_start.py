@@ -21,7 +21,9 @@ def critic_folder(posttrain: PosttrainArguments) -> str | None:
 
 def critic_key(posttrain: PosttrainArguments) -> str:
     """The key that names `critic_folder`."""
-    return _OWN_KEY if posttrain.dmd.critic_name_or_path else REFERENCE_KEY
+    if posttrain.dmd.critic_name_or_path:
+        return _OWN_KEY
+    return REFERENCE_KEY
 
 
 def critic_start(arguments: Arguments) -> Arguments:
@@ -53,7 +55,9 @@ def told_of_critic(posttrain: PosttrainArguments) -> Iterator[None]:
     key, is_named = critic_key(posttrain), critic_folder(posttrain) is not None
 
     def with_key(problem: Problem) -> Problem:
-        return replace(problem, key=key) if is_named and problem.key == "model.model_name_or_path" else problem
+        if is_named and problem.key == "model.model_name_or_path":
+            return replace(problem, key=key)
+        return problem
 
     with told_as(with_key):
         yield

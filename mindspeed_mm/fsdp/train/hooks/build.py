@@ -113,7 +113,9 @@ def validation_hook(parts: RunParts) -> ValidationHook | None:
     """The hook, where there are held-out samples and `training.val_interval` asks for it."""
     interval = parts.arguments.training.val_interval
     batches = parts.held_out() if interval > 0 else None
-    return ValidationHook(batches, interval, parts.record) if batches is not None else None
+    if batches is not None:
+        return ValidationHook(batches, interval, parts.record)
+    return None
 
 
 class ValidationHook(Hook):
@@ -166,7 +168,9 @@ MOST_LATE_GRAPHS = 4
 def compile_hook(parts: RunParts) -> Hook | None:
     """The hook, where blocks of this rank are compiled."""
     compiled = facts_of(parts.assembled.model).noted(CompiledBlocks)
-    return CompileHook(compiled, parts.record) if compiled is not None and compiled.kinds else None
+    if compiled is not None and compiled.kinds:
+        return CompileHook(compiled, parts.record)
+    return None
 
 
 class CompileHook(Hook):
@@ -225,7 +229,9 @@ class CompileHook(Hook):
 def scales_hook(parts: RunParts) -> Hook | None:
     """The hook, where the quantisation plan finds scales after updates."""
     is_asked = scales_after_update(parts.assembled.model, parts.arguments.training.quantization_plan)
-    return ScalesHook() if is_asked else None
+    if is_asked:
+        return ScalesHook()
+    return None
 
 
 class ScalesHook(Hook):
@@ -246,7 +252,9 @@ class ScalesHook(Hook):
 def garbage_hook(parts: RunParts) -> Hook | None:
     """The hook, where `training.manual_gc_interval` asks for it."""
     interval = parts.arguments.training.manual_gc_interval
-    return GarbageCollectionHook(interval) if interval > 0 else None
+    if interval > 0:
+        return GarbageCollectionHook(interval)
+    return None
 
 
 class GarbageCollectionHook(Hook):

@@ -237,7 +237,9 @@ class EvaluationHook(Hook):
                 with engine.phase("evaluation", engine.training.step_timeout_s):
                     batch = next(batches, None)
                 if batch is None:
-                    return answers if self._keeps else {}
+                    if self._keeps:
+                        return answers
+                    return {}
                 answers |= {question.row: answer for question, answer in batch}
 
     def _scored(self, answers: dict[int, Answer], began: float, step: int) -> Evaluation:
@@ -280,7 +282,9 @@ def metrics_of(evaluation: Evaluation, metric: str) -> dict[str, float]:
 
 
 def _score_value(score: Score | ErrorRate) -> float:
-    return score.accuracy if isinstance(score, Score) else score.rate
+    if isinstance(score, Score):
+        return score.accuracy
+    return score.rate
 
 
 @contextmanager

@@ -177,7 +177,9 @@ def _terms(result: StepResult) -> dict[str, float]:
             measured[name] = value
         else:
             minimised[f"loss/{name}"] = value
-    return measured if len(minimised) == 1 else minimised | measured
+    if len(minimised) == 1:
+        return measured
+    return minimised | measured
 
 
 def _peak_memory() -> dict[str, float]:

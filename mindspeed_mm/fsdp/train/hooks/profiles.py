@@ -43,7 +43,9 @@ def existing_ranks(ranks: tuple[int, ...], world_size: int, key: str) -> tuple[i
 
 def within(run_folder: Path | None, path: str) -> Path:
     """A relative path stands in the run folder, where there is one."""
-    return run_folder / path if run_folder is not None else Path(path)
+    if run_folder is not None:
+        return run_folder / path
+    return Path(path)
 
 
 def check_steps_of_profiles(tools: ToolsArguments, total_steps: int) -> None:

@@ -100,7 +100,9 @@ def _only_cut_axis(tensor: DTensor) -> int | None:
         for axis, placement in enumerate(tensor.placements)
         if tensor.device_mesh.size(axis) > 1 and not isinstance(placement, Replicate)
     ]
-    return placed[0][0] if len(placed) == 1 and type(placed[0][1]) is Shard else None
+    if len(placed) == 1 and type(placed[0][1]) is Shard:
+        return placed[0][0]
+    return None
 
 
 class _Cut(NamedTuple):

@@ -143,8 +143,12 @@ def memory_report(arguments: Arguments, world_size: int, device_type: str, batch
 
 def _rows(batch: Batch) -> int:
     first = first_of(batch, ("input_ids", "latents"))
-    return len(first) if first is not None else 1
+    if first is not None:
+        return len(first)
+    return 1
 
 
 def _yaml_word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -292,7 +292,9 @@ def name_of(function: object) -> str:
 def _named(function: Function, role: str) -> str:
     """The name of a user's function, where it has another than its role."""
     name = name_of(function).rpartition("<locals>.")[2]
-    return "" if name == role else name
+    if name == role:
+        return ""
+    return name
 
 
 def _holds_loaders(returned: object) -> bool:

@@ -106,7 +106,9 @@ class ProvidedLoader:
         """Return the source's type and, where known, its micro-batches an epoch, for the log."""
         length = length_of(self._source)
         named = f"{type(self._source).__name__} of the caller"
-        return f"{named}, {length:,} micro-batches an epoch on each rank" if length else named
+        if length:
+            return f"{named}, {length:,} micro-batches an epoch on each rank"
+        return named
 
     def steps_for(self, epochs: float) -> int:
         """Raises `ConfigError`: how long an epoch is, is not known before the model is built."""
@@ -345,7 +347,9 @@ def _blind_sampler(loader: object, ranks: int) -> SequentialSampler | RandomSamp
         own = loader.sampler
     elif type(own) is BatchSampler:  # torch's own, around a sampler of rows
         own = own.sampler
-    return own if type(own) in (SequentialSampler, RandomSampler) else None
+    if type(own) in (SequentialSampler, RandomSampler):
+        return own
+    return None
 
 
 def check_sharded(loader: object, ranks: int) -> None:

@@ -114,7 +114,9 @@ class ProviderObjective:
 
     def _scaled(self, value: LossValue) -> torch.Tensor:
         if not self._per_token:
-            return value.loss if value.tokens is None else value.loss / value.tokens.clamp(min=1)
+            if value.tokens is None:
+                return value.loss
+            return value.loss / value.tokens.clamp(min=1)
         if value.tokens is None:
             raise ConfigError(
                 "returned no number of tokens, which --calculate-per-token-loss divides by",

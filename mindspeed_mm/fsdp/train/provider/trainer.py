@@ -209,7 +209,9 @@ class ProviderTrainer(Trainer):
         if self.options.plain_lines and self.arguments.training.save:
             hooks.append(SaveLineHook(Path(self.arguments.training.save), parts.record))
         test = self._pass_over(self._provided.test)
-        return hooks if test is None else [*hooks, TestSetHook(test, parts.record)]
+        if test is None:
+            return hooks
+        return [*hooks, TestSetHook(test, parts.record)]
 
     def _build_model(self) -> nn.Module:
         """What the model provider makes, the same on all ranks; of a front the module inside."""

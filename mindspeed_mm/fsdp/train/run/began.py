@@ -85,7 +85,9 @@ def _resolved_of_resumed(training: TrainingArguments, options: ResumeOptions) ->
         load = Path(training.load)
         found = next((folder for folder in (load, load.absolute().parent) if list_iterations(folder)), None)
     resolved = RunFolder(found).resolved if found is not None else None
-    return resolved if resolved is not None and resolved.is_file() else None
+    if resolved is not None and resolved.is_file():
+        return resolved
+    return None
 
 
 def _has_key(tree: Mapping[str, object], key: str) -> bool:

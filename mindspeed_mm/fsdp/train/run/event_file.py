@@ -80,7 +80,9 @@ def _in_range(number: float) -> float:
     try:
         struct.pack("<f", number)
     except OverflowError:
-        return float("inf") if number > 0 else float("-inf")
+        if number > 0:
+            return float("inf")
+        return float("-inf")
     return number
 
 

@@ -255,4 +255,6 @@ def sample_ids(batches: Sequence[Batch]) -> list[str]:
 def shortened(ids: Sequence[str], most: int = 8) -> str:
     """The ids, or the first of many."""
     first = ", ".join(ids[:most])
-    return first if len(ids) <= most else f"{first} and {len(ids) - most} more"
+    if len(ids) <= most:
+        return first
+    return f"{first} and {len(ids) - most} more"

@@ -170,4 +170,6 @@ def _weights_words(loaded: LoadReport) -> str:
     """Where the weights came from; nothing when a checkpoint fills them."""
     if loaded.folder:
         return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"
-    return ", weights from scratch" if loaded.initialized else ""
+    if loaded.initialized:
+        return ", weights from scratch"
+    return ""

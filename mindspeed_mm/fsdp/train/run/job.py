@@ -83,7 +83,9 @@ class Job:
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different samples; None when there is only one."""
-        return self.state.axis_group("dp") if self.state.data_size > 1 else None
+        if self.state.data_size > 1:
+            return self.state.axis_group("dp")
+        return None
 
     @property
     def data_share(self) -> DataShare:
@@ -93,7 +95,9 @@ class Job:
     @property
     def phase(self) -> Phase:
         """Limits how long a part of the run may take."""
-        return self.watchdog.phase if self.watchdog is not None else without_limit
+        if self.watchdog is not None:
+            return self.watchdog.phase
+        return without_limit
 
     def setup(self, what: str) -> AbstractContextManager[None]:
         """The phase of a part that comes before the first step."""
@@ -168,7 +172,9 @@ def _agree(arguments: Arguments, watchdog: Watchdog | None, rank: int, local_ran
 
 
 def _setup(training: TrainingArguments, watchdog: Watchdog | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if watchdog is None else watchdog.phase(what, training.setup_timeout_s)
+    if watchdog is None:
+        return nullcontext()
+    return watchdog.phase(what, training.setup_timeout_s)
 
 
 def leave(joined_already: bool, *, wait: bool) -> None:

@@ -43,7 +43,9 @@ def starts_ranks(nproc: int, environment: Mapping[str, str] = os.environ) -> boo
 def ranks_of_job(nproc: int, environment: Mapping[str, str]) -> int | None:
     """Ranks on all hosts; None where their number is left open (`PET_NNODES=1:4`)."""
     hosts = environment.get("NNODES") or environment.get("PET_NNODES") or "1"
-    return nproc * int(hosts) if hosts.isdigit() else None
+    if hosts.isdigit():
+        return nproc * int(hosts)
+    return None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class LaunchFolder:
     def of_this_rank(cls, environment: Mapping[str, str] = os.environ) -> LaunchFolder | None:
         """The folder of the launcher that started this process; None when something else did."""
         name = environment.get(FOLDER_VARIABLE)
-        return cls(Path(name)) if name else None
+        if name:
+            return cls(Path(name))
+        return None
 
     def ask_to_stop(self) -> None:
         """Called by the launcher: every rank is to save and to stop."""
@@ -95,7 +99,9 @@ class LaunchFolder:
             if failure is not None and failure.hangs:
                 return 0.5
         is_one_host = os.environ.get("NNODES", "1") == "1" and "PET_NNODES" not in os.environ
-        return 5.0 if is_one_host else 20.0
+        if is_one_host:
+            return 5.0
+        return 20.0
 
     def note_record(self, run_json: Path) -> None:
         """Called by rank 0 once its run has begun: where the run is recorded."""
@@ -104,12 +110,16 @@ class LaunchFolder:
     def record(self) -> Path | None:
         """Where the run is recorded that rank 0 has begun; None while it has not, and where rank 0 is elsewhere."""
         note = self.path / "record"
-        return Path(note.read_text()) if note.exists() else None
+        if note.exists():
+            return Path(note.read_text())
+        return None
 
     def failure_of(self, rank: int) -> RankFailure | None:
         """What a rank has reported."""
         path = self.path / f"rank{rank}.json"
-        return RankFailure(**json.loads(path.read_text())) if path.exists() else None
+        if path.exists():
+            return RankFailure(**json.loads(path.read_text()))
+        return None
 
 
 def tell_of_hang(save: str | None) -> Callable[[str, bool], None]:

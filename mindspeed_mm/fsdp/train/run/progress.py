@@ -58,7 +58,9 @@ def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> st
 
 def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
     """A number that a step need not have."""
-    return format(metrics[name], form) if name in metrics else "-"
+    if name in metrics:
+        return format(metrics[name], form)
+    return "-"
 
 
 def _behind_loss(cells: list[str], further: list[str]) -> list[str]:

@@ -60,7 +60,9 @@ class ResumePoint:
     @property
     def iteration(self) -> int:
         """The step that the run goes on after."""
-        return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
+        if self.checkpoint is None or self.weights_only:
+            return 0
+        return self.checkpoint.iteration or 0
 
     def load(
         self,
@@ -79,7 +81,9 @@ class ResumePoint:
         take_from_base(model)
         if own is not None:
             take_from_base(own.model)
-        return None if self.weights_only else self._checked(state)
+        if self.weights_only:
+            return None
+        return self._checked(state)
 
     def read_loop_state(self) -> LoopState | None:
         """The loop's state alone, as `load` returns it, but for random numbers."""
@@ -281,4 +285,6 @@ def run_context(
 
 def base_of_adapters(training: TrainingArguments) -> Path | None:
     """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
-    return weights_folder_of_load(training.load) if training.lora.enable else None
+    if training.lora.enable:
+        return weights_folder_of_load(training.load)
+    return None

@@ -66,7 +66,9 @@ class Utilisation:
     @property
     def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]] | None:
         """Counts this rank's micro-batches of a step, from host numbers alone."""
-        return self.count.meter() if self.count is not None else None
+        if self.count is not None:
+            return self.count.meter()
+        return None
 
     def metrics(self, steps: Iterable[Mapping[str, float]], seconds: float) -> dict[str, float]:
         """What the log says of steps that took so long.
@@ -112,7 +114,9 @@ def device_name() -> str:
     if get_device_type() == "cpu":
         return "a CPU"
     device = get_torch_device()
-    return str(device.get_device_name()) if hasattr(device, "get_device_name") else get_device_type()
+    if hasattr(device, "get_device_name"):
+        return str(device.get_device_name())
+    return get_device_type()
 
 
 def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> FlopCount | None:
@@ -178,4 +182,6 @@ def arithmetic(parallel: ParallelArguments, training: TrainingArguments) -> str:
     same peak."""
     dtype = parallel.fsdp_plan.computed_in
     short = training.allow_hf32 and get_device_type() == "cuda"
-    return "tf32" if dtype == "fp32" and short else dtype
+    if dtype == "fp32" and short:
+        return "tf32"
+    return dtype

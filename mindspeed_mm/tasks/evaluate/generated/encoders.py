@@ -135,4 +135,6 @@ def _all_frames(paths: Iterable[Path], counts: list[int]) -> Iterator[Image.Imag
 
 def _tensor_of(found: Any) -> torch.Tensor:
     """A tensor until transformers 5, an output object that holds it since."""
-    return found if isinstance(found, torch.Tensor) else found.pooler_output
+    if isinstance(found, torch.Tensor):
+        return found
+    return found.pooler_output

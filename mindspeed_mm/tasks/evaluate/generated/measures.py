@@ -59,7 +59,9 @@ def kernel_distance(a_NF: torch.Tensor, b_NF: torch.Tensor) -> float:
 def psnr(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float:
     """10 log₁₀(1 / mean squared error) of two pictures with values from 0 to 1, in dB; infinite of equal ones."""
     error = float((a_CHW.double() - b_CHW.double()).square().mean())
-    return 10 * math.log10(1 / error) if error else math.inf
+    if error:
+        return 10 * math.log10(1 / error)
+    return math.inf
 
 
 def ssim(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float:

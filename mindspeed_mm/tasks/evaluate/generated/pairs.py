@@ -141,4 +141,6 @@ def _of_pair(own: Path, real: Path, lpips: Lpips | None) -> list[float]:
 def _size(frames_T3HW: torch.Tensor) -> str:
     frames, _, height, width = frames_T3HW.shape
     pixels = f"{width}×{height} pixels"
-    return pixels if frames == 1 else f"{frames} frames of {pixels}"
+    if frames == 1:
+        return pixels
+    return f"{frames} frames of {pixels}"

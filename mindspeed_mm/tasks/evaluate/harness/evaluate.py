@@ -332,7 +332,9 @@ def _as_number(value: object) -> float | None:
         number = float(value)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    if math.isfinite(number):
+        return number
+    return None
 
 
 _Snapshot = Mapping[Path, int]

@@ -229,7 +229,9 @@ def _sample(asked: _AskedSet, item: Item, given: str, found: Found | None) -> Js
     share = SETS[asked.benchmark].rule(words if found is None else found.words(words, item), item)
     values = (asked.benchmark, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
     sample = dict(zip(_SAMPLE_KEYS, values, strict=True))
-    return sample if asked.judge is None else sample | {_JUDGED: found and told(found)}
+    if asked.judge is None:
+        return sample
+    return sample | {_JUDGED: found and told(found)}
 
 
 def _group(item: Item) -> str:

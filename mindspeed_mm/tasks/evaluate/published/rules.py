@@ -96,7 +96,9 @@ def choice_in_any_case(answer: str, item: Item) -> float:
     """The right option; an answer that is nothing but a letter counts in either case, punctuation apart, as lmms-eval
     compares answers of AI2D (`exact_match` with `ignore_case` and `ignore_punctuation`)."""
     letter = re.sub(r"[^\w\s]", "", answer).strip().upper()
-    return float(letter in item.gold) if letter in item.options else choice(answer, item)
+    if letter in item.options:
+        return float(letter in item.gold)
+    return choice(answer, item)
 
 
 def exact_or_choice(answer: str, item: Item) -> float:
@@ -142,7 +144,9 @@ def _similarity(said: str, wanted: str) -> float:
     if longer == 0:
         return 1.0
     distance = _edits(_collapsed(said), _collapsed(wanted)) / longer
-    return 1 - distance if distance <= 0.5 else 0.0
+    if distance <= 0.5:
+        return 1 - distance
+    return 0.0
 
 
 def _edits(said: str, wanted: str) -> int:

@@ -318,7 +318,9 @@ def _declared_by_wav(file: BinaryIO, size: int) -> int:
             file.seek(length - 16, 1)
         elif tag == b"data":
             is_known = block_align and 0 < length < 0xFFFF0000 and file.tell() < size
-            return length // block_align if is_known else 0
+            if is_known:
+                return length // block_align
+            return 0
         else:
             file.seek(length + length % 2, 1)
     return 0
@@ -373,4 +375,6 @@ def _why_unreadable(start: bytes, error: Exception) -> str:
     if start[4:8] == b"ftyp" or start.startswith(_SOUND_STARTS):
         return f"is broken or cut ({reason})"
     words = readable_start(start)
-    return f"is not a sound (starts with {words})" if words else f"is not a sound of an allowed format ({reason})"
+    if words:
+        return f"is not a sound (starts with {words})"
+    return f"is not a sound of an allowed format ({reason})"

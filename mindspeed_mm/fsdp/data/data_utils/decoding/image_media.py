@@ -139,7 +139,9 @@ def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -
 
 def _frames(image: Image.Image) -> int:
     """Frames of an animation; the pages of a TIFF and the views of a camera's multi-picture file are none."""
-    return int(getattr(image, "n_frames", 1)) if image.format in _ANIMATED else 1
+    if image.format in _ANIMATED:
+        return int(getattr(image, "n_frames", 1))
+    return 1
 
 
 def _begins_s(image: Image.Image, frames: int, name: str) -> list[float]:
@@ -215,7 +217,9 @@ def to_upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     if not _EXIF_KEYS.isdisjoint(image.info):
         image = ImageOps.exif_transpose(image)
-    return image if image.mode == "RGB" and "transparency" not in image.info else _to_rgb(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    return _to_rgb(image)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -239,7 +243,9 @@ def why_unreadable(start: bytes, error: BaseException) -> str:
         if start.startswith(known) or head.startswith(known):
             return reason
     if is_still_in_container(start):
-        return "is an AVIF picture that this Pillow cannot read" if start[8:12] in _AVIF_BRANDS else _HEIF
+        if start[8:12] in _AVIF_BRANDS:
+            return "is an AVIF picture that this Pillow cannot read"
+        return _HEIF
     if not isinstance(error, UnidentifiedImageError):
         return f"is broken: {error}"
     words = readable_start(head)
@@ -258,4 +264,6 @@ def is_still_in_container(start: bytes) -> bool:
 def readable_start(head: bytes) -> str:
     """The first word or two of a file that is text; empty when it is not."""
     words = head.lstrip()[:20].decode("ascii", errors="replace").split("\n")[0]
-    return words if words.isascii() and words.isprintable() else ""
+    if words.isascii() and words.isprintable():
+        return words
+    return ""

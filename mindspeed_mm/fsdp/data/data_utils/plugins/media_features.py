@@ -209,7 +209,9 @@ def _name_of_marks(processor: Processor) -> str:
     """`token_type_ids` where the family itself lists it; many tokenizers do, and mean segments of text."""
     names = processor.model_input_names
     is_listed = _owner_of(processor, "model_input_names") != "ProcessorMixin" and "token_type_ids" in names
-    return "token_type_ids" if is_listed and "mm_token_type_ids" not in names else "mm_token_type_ids"
+    if is_listed and "mm_token_type_ids" not in names:
+        return "token_type_ids"
+    return "mm_token_type_ids"
 
 
 def marks_left_to_collators(processor: object) -> str | None:
@@ -220,7 +222,9 @@ def marks_left_to_collators(processor: object) -> str | None:
     if setting_of(processor, object, "tokenizer") is None or _asks_for_marks(processor):
         return None
     name = _name_of_marks(processor)
-    return name if name == "token_type_ids" else None
+    if name == "token_type_ids":
+        return name
+    return None
 
 
 def _owner_of(processor: object, attribute: str) -> str:

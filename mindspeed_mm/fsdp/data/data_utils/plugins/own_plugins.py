@@ -129,7 +129,9 @@ class QwenVLPlugin(ProcessorPlugin):
 def build_qwen_plugin(processor: Processor, preprocess: Any) -> QwenVLPlugin | None:
     """The plugin of a processor whose pictures are cut as Qwen-VL's are; None for others."""
     grid = build_image_grid(processor, preprocess)
-    return QwenVLPlugin(processor, preprocess, grid) if grid is not None else None
+    if grid is not None:
+        return QwenVLPlugin(processor, preprocess, grid)
+    return None
 
 
 def _without_bytes(item: MediaFeatures) -> MediaFeatures:
@@ -159,9 +161,13 @@ class DrawingPlugin(ProcessorPlugin):
     def collate(self, media: Sequence[MediaFeatures]) -> Batch:
         batch = super().collate(media)
         is_drawn = [_PIXELS in item.tensors for item in media]
-        return batch | {"drawn_images": torch.tensor(is_drawn)} if any(is_drawn) else batch
+        if any(is_drawn):
+            return batch | {"drawn_images": torch.tensor(is_drawn)}
+        return batch
 
 
 def build_drawing_plugin(processor: Processor, preprocess: PreprocessParameters) -> DrawingPlugin | None:
     """The plugin of a processor whose model draws; None for others."""
-    return DrawingPlugin(processor, preprocess) if type(processor).__name__ in _PROCESSORS else None
+    if type(processor).__name__ in _PROCESSORS:
+        return DrawingPlugin(processor, preprocess)
+    return None

@@ -62,7 +62,9 @@ class PatchGrid:
     def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
         """An RGB picture → (height, width, 3) uint8."""
         pixels = np.asarray(picture)
-        return pixels if pixels.shape[:2] == (height, width) else self._interpolated(pixels, height, width)
+        if pixels.shape[:2] == (height, width):
+            return pixels
+        return self._interpolated(pixels, height, width)
 
     def grid_of(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """(time, height, width) in patches of pictures that are sized already."""

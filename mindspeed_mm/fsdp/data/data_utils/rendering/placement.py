@@ -319,7 +319,9 @@ class WritingProbe:
         for number, token in enumerate(encoding["input_ids"]):
             ids += of_tokens.get(number, [token])
         ours, made = without(self._borders, ids), without(self._borders, theirs)
-        return tuple(made[len(ours) :]) if made[: len(ours)] == ours else None
+        if made[: len(ours)] == ours:
+            return tuple(made[len(ours) :])
+        return None
 
 
 def without(borders: Collection[int | None], ids: Sequence[int]) -> list[int]:

@@ -147,7 +147,9 @@ class TurnFinder:
         except DataError:
             return None
         marks = list(_MARK.finditer(text))
-        return self.mark_at(text, marks[-1].end()) if marks else None
+        if marks:
+            return self.mark_at(text, marks[-1].end())
+        return None
 
     def is_ended(self, text: str) -> bool:
         """Whether a turn's text closes with an end mark of the format, blanks aside."""
@@ -163,7 +165,9 @@ class TurnFinder:
             found.add(next((mark for mark in self._marks if bare.endswith(mark)), None))
             for place in _ends_of_words(text, messages):
                 found.add(self.mark_at(text, place))
-        return tuple(mark for mark in self._marks if mark in found) if self._probed else self._marks
+        if self._probed:
+            return tuple(mark for mark in self._marks if mark in found)
+        return self._marks
 
     @cached_property
     def turn_marks(self) -> frozenset[str]:
@@ -239,7 +243,9 @@ class TurnFinder:
         if alone is not None and text.startswith(alone[1], where.last, where.after):
             return where.last + len(alone[1])
         mark = self.mark_at(text, where.last, where.after)
-        return where.last + len(mark) if mark else None
+        if mark:
+            return where.last + len(mark)
+        return None
 
     def _alone(self, message: Message, context: Context) -> tuple[str, str] | None:
         """What the template writes in front of the turn's words and behind them when it only answers a question."""
@@ -284,7 +290,9 @@ class TurnFinder:
         if i == 0:
             return None
         prompt = self._render(messages[:i], add_generation_prompt=True, **context)
-        return len(prompt) if text.startswith(prompt) else None
+        if text.startswith(prompt):
+            return len(prompt)
+        return None
 
     def _end_by_prefix(self, messages: list[Message], i: int, text: str, context: Context) -> int | None:
         if i == len(messages) - 1:
@@ -361,7 +369,9 @@ def _only_words(message: Message) -> str | None:
     if not isinstance(content, str) or not content.strip():
         return None
     is_plain = message.keys() <= {"role", "content"} and "think>" not in content
-    return content if is_plain else None
+    if is_plain:
+        return content
+    return None
 
 
 def _has_media(message: Message) -> bool:

@@ -121,7 +121,9 @@ class Tokens:
 
     def protect(self, value: object) -> Any:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
-        return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
+        if _holds(value, self._reserved):
+            return _with_marks(value, self._reserved.pattern)
+        return value
 
     def protect_messages(self, messages: Sequence[JsonObject], kept: frozenset[str] = frozenset()) -> list[JsonObject]:
         """Messages as chat templates take them, with the special tokens in their texts marked as text, but for those of

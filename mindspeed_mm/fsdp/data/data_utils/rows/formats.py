@@ -270,7 +270,9 @@ def _kind(value: object) -> str:
         return "empty"
     if isinstance(value, str):
         return "text"
-    return "list" if isinstance(value, list | tuple) else "other"
+    if isinstance(value, list | tuple):
+        return "list"
+    return "other"
 
 
 _Columns = Mapping[str, str]
@@ -386,7 +388,9 @@ def _names(configured: str | None, usual: Sequence[str]) -> Sequence[str]:
     """Names that are tried: the configured one; where none is, or it is a usual one, all usual ones."""
     if configured is None:
         return usual
-    return (configured, *usual) if configured in usual else (configured,)
+    if configured in usual:
+        return (configured, *usual)
+    return (configured,)
 
 
 def _only(kinds: _Columns, configured: str | None, usual: Sequence[str]) -> str:

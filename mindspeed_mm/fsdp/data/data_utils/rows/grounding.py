@@ -121,7 +121,9 @@ def with_objects(sample: Sample, style_name: str, sizes_of: Callable[[MediaItem]
     """
     rejected = sample.rejected and with_objects(sample.rejected, style_name, sizes_of)
     if sample.objects is None:
-        return sample if rejected is sample.rejected else replace(sample, rejected=rejected)
+        if rejected is sample.rejected:
+            return sample
+        return replace(sample, rejected=rejected)
     style = STYLES.get(style_name)
     where = str(sample.place)
     if style is None:

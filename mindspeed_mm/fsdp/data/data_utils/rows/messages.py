@@ -223,7 +223,9 @@ def _lifted(content: object, where: str, key: str) -> JsonObject:
     lifted: JsonObject = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if calls:
         lifted["tool_calls"] = calls
-    return {**lifted, "content": rest or None} if lifted else {}
+    if lifted:
+        return {**lifted, "content": rest or None}
+    return {}
 
 
 def _tool_calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
@@ -250,7 +252,9 @@ def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
         return {}
     if not isinstance(message[name], str):
         raise not_text(message[name], where, f"{key}.{name}")
-    return {"reasoning_content": message[name]} if message[name] else {}
+    if message[name]:
+        return {"reasoning_content": message[name]}
+    return {}
 
 
 # --- preference pairs -------------------------------------------------------------------------------------------------
@@ -354,7 +358,9 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: C
 
 
 def _as_message(answer: str | JsonObject) -> JsonObject:
-    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    if isinstance(answer, str):
+        return {"role": "assistant", "content": answer}
+    return answer
 
 
 def _context(row: Row, row_format: RowFormat, place: RowLocation, convert: Convert) -> Sample:

@@ -92,7 +92,9 @@ def not_text(value: object, where: str, key: str) -> DataError:
 def short(value: object) -> str:
     """A value as shown in messages."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
 
 
 _METADATA = frozenset(

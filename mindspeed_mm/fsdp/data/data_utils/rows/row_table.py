@@ -93,7 +93,9 @@ class RowTable:
     @property
     def row_numbers(self) -> list[int] | None:
         """Of each row that an epoch reads, which one it is; None: each is read once."""
-        return self._numbers if len(set(self._numbers)) < len(self) else None
+        if len(set(self._numbers)) < len(self):
+            return self._numbers
+        return None
 
     def _append(self, source: RowSource, readers: list[RowReader], most: int | None) -> None:
         """Add the rows of an entry once, and no more of them than `most`; files beyond are not counted."""
@@ -111,7 +113,9 @@ class RowTable:
             self._ends.append(end)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        if self._ends:
+            return self._ends[-1]
+        return 0
 
     def row(self, index: int) -> JsonObject:
         """Row `index`. Raises `DataError` for one that cannot be read."""

@@ -55,7 +55,9 @@ def weight_of(message: Row, where: str, key: str) -> float:
     trains = [_flag(message, name, where, key) for name in _TRAINED]
     masks = [_flag(message, name, where, key) for name in _UNTRAINED]
     weight = _weight(message, where, key)
-    return 0.0 if False in trains or True in masks else weight
+    if False in trains or True in masks:
+        return 0.0
+    return weight
 
 
 _LABELS = ("label", "kto_tag")

@@ -397,7 +397,9 @@ def _caption(row: Mapping[str, object], place: RowLocation, chance: random.Rando
     texts = list(captions.values()) if isinstance(captions, Mapping) else captions
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{captions!r:.80} are not texts by name", where=str(place), key="captions")
-    return _chosen(texts, chance, ids_of) if texts else " "
+    if texts:
+        return _chosen(texts, chance, ids_of)
+    return " "
 
 
 def _edit(row: Mapping[str, object], place: RowLocation, chance: random.Random | None, ids_of: object) -> list[RowPart]:
@@ -431,13 +433,17 @@ def _edit(row: Mapping[str, object], place: RowLocation, chance: random.Random |
 
 def _list_of(value: object) -> list[Any]:
     """A column of a row as a list; what is none is empty."""
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return list(value)
+    return []
 
 
 def _texts(value: object) -> list[str]:
     """The ways to say one instruction, which may be one text; none where something else is among them."""
     texts = [value] if isinstance(value, str) else _list_of(value)
-    return texts if all(isinstance(text, str) and text.strip() for text in texts) else []
+    if all(isinstance(text, str) and text.strip() for text in texts):
+        return texts
+    return []
 
 
 def _tokens(size: tuple[int, int], stride: int) -> int:

@@ -40,7 +40,9 @@ def conversation_of(row: JsonObject) -> JsonObject:
         return row
     sounds: list[str] = []
     told = [_without_paths(turn, sounds) for turn in turns]
-    return {**row, "messages": told, "audios": sounds} if sounds else row
+    if sounds:
+        return {**row, "messages": told, "audios": sounds}
+    return row
 
 
 def _without_paths(turn: object, sounds: list[str]) -> Any:

@@ -81,7 +81,9 @@ class CaptionRules:
             return caption.replace(_PLACE, word)
         if word in caption:
             return caption
-        return f"{word}, {caption}" if caption.strip() else word
+        if caption.strip():
+            return f"{word}, {caption}"
+        return word
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -127,7 +129,9 @@ def repeated_id(sample_id: str, repeat: int) -> str:
         sample_id: Of the row.
         repeat: From 0.
     """
-    return f"{sample_id}+{repeat}" if repeat else sample_id
+    if repeat:
+        return f"{sample_id}+{repeat}"
+    return sample_id
 
 
 def captions_of(found: tuple[str, object], place: RowLocation) -> tuple[str, ...]:
@@ -156,4 +160,6 @@ def _listed(text: str) -> list[object]:
         found = parse_json(text)
     except ValueError:
         return [text]
-    return found if isinstance(found, list) else [text]
+    if isinstance(found, list):
+        return found
+    return [text]

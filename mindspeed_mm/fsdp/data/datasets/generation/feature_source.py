@@ -84,7 +84,9 @@ class FeatureSource:
     @property
     def is_prior(self) -> list[bool] | None:
         """Whether each row preserves the prior; None: none does."""
-        return [record.is_prior for record in self._records] if self._has_prior else None
+        if self._has_prior:
+            return [record.is_prior for record in self._records]
+        return None
 
     @property
     def entries(self) -> list[str]:
@@ -299,7 +301,9 @@ def _rows_then(records: Sequence[FeatureRecord], skipped: Sequence[SkippedRow], 
 
 
 def _said_of_record(record: FeatureRecord, has_digests: bool) -> _Said:
-    return record.said if has_digests else (record.path, record.captions)
+    if has_digests:
+        return record.said
+    return (record.path, record.captions)
 
 
 def _row_now(row: GenerationRow, has_digests: bool) -> _Row:
@@ -344,4 +348,6 @@ def _changed(then: _Row, now: _Row) -> Problem:
 
 def _shown_caption(captions: tuple[str, ...]) -> str:
     text = repr(captions[0] if len(captions) == 1 else list(captions))
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}…"

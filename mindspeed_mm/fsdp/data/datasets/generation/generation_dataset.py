@@ -126,11 +126,15 @@ class GenerationDataset(MMDataset):
     def row_changes(self) -> list[Problem]:
         """How the rows that the configuration names differ from those that its features were made of; nothing of raw
         media."""
-        return self._source.row_changes() if isinstance(self._source, FeatureSource) else []
+        if isinstance(self._source, FeatureSource):
+            return self._source.row_changes()
+        return []
 
     def null_text(self) -> dict[str, torch.Tensor] | None:
         """Features of the empty caption, padded, without batch axis; None of raw media."""
-        return self._source.null_text if isinstance(self._source, FeatureSource) else None
+        if isinstance(self._source, FeatureSource):
+            return self._source.null_text
+        return None
 
     def place(self, index: int) -> RowLocation | str:
         """Where sample `index` comes from."""

@@ -270,4 +270,6 @@ def doubled_note(rates: Sequence[tuple[float, float]]) -> str:
 
 def _range(rates: Sequence[float]) -> str:
     least, most = min(rates), max(rates)
-    return f"{least:.4g}" if most - least < _SAME_RATE else f"{least:.4g} to {most:.4g}"
+    if most - least < _SAME_RATE:
+        return f"{least:.4g}"
+    return f"{least:.4g} to {most:.4g}"

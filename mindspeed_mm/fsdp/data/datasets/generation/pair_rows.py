@@ -18,7 +18,9 @@ _SCORES = ("score", "score_rejected")
 
 def roles_of_rows(roles: Sequence[MediaRole], basic: BasicParameters) -> tuple[MediaRole, ...]:
     """The roles of a task, and the rejected side where rows are preference pairs (`stage: rm`)."""
-    return (*roles, REJECTED) if basic.stage == "rm" else tuple(roles)
+    if basic.stage == "rm":
+        return (*roles, REJECTED)
+    return tuple(roles)
 
 
 def as_pair(row: Mapping[str, object], place: object) -> JsonObject:

@@ -88,7 +88,9 @@ def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
 def probe_times(row: GenerationRow, media: MediaLoader) -> VideoHeader | ImageHeader:
     """The same with the times of all frames. Raises `DataError` as `probe_media`."""
     with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
-        return probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
+        if is_video(row):
+            return probe_video(file, row.name)
+        return probe_image(file, row.name)
 
 
 def media_pixels(
@@ -149,7 +151,9 @@ def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> n
     left, top = max(0.0, image.width - cut_width) * view.across, max(0.0, image.height - cut_height) * view.down
     box = (left, top, min(left + cut_width, image.width), min(top + cut_height, image.height))
     pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))
-    return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels
+    if view.is_flipped:
+        return np.ascontiguousarray(pixels[:, ::-1])
+    return pixels
 
 
 def inside(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:
@@ -160,7 +164,9 @@ def inside(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> 
     pixels = np.full((height, width, 3), 255, dtype=np.uint8)
     scaled = image.resize((inner_width, inner_height), Image.Resampling.BICUBIC)
     pixels[top : top + inner_height, left : left + inner_width] = np.asarray(scaled)
-    return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels
+    if view.is_flipped:
+        return np.ascontiguousarray(pixels[:, ::-1])
+    return pixels
 
 
 @dataclass(frozen=True)

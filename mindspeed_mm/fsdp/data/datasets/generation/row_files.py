@@ -72,7 +72,9 @@ class RowFile:
     @property
     def media_root(self) -> str | None:
         """A folder that its media may lie in, beside those that the configuration names."""
-        return self.folder if Path(self.folder).is_absolute() else None
+        if Path(self.folder).is_absolute():
+            return self.folder
+        return None
 
     def facts(self, cache_dir: str | None) -> JsonObject:
         """What a resumed run compares; see `file_facts`."""
@@ -217,7 +219,9 @@ def _beside(path: Path, basic: BasicParameters) -> str:
     """Where the media of a table are: in its folder, unless the configuration names another; media of a `metadata`
     table are always in its folder."""
     is_named = basic.dataset_dir is not None or basic.get("data_folder") is not None
-    return "" if is_named and path.name not in METADATA else str(path.parent.absolute())
+    if is_named and path.name not in METADATA:
+        return ""
+    return str(path.parent.absolute())
 
 
 def _annotation(line: str, where: str, listed_in: Path, basic: BasicParameters) -> RowFile:

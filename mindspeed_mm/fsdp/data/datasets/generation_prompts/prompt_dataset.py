@@ -151,7 +151,9 @@ class PromptDataset(MMDataset):
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """For rollouts, or as of captioned media."""
-        return PromptCollator() if self._for_rollouts else GenerationCollator(self._adapter.pad_text)
+        if self._for_rollouts:
+            return PromptCollator()
+        return GenerationCollator(self._adapter.pad_text)
 
     def check_encoders(self) -> None:
         """Raise `ModelFolderError` when the model's folder lacks an encoder, or the VAE that decodes samples."""

@@ -111,7 +111,9 @@ class Qwen2VLDataset(MMDataset):
 
     def has(self, index: int) -> bool:
         """Whether there is a row `index`."""
-        return bool(self._rows.has(index)) if self.streams else index < len(self)
+        if self.streams:
+            return bool(self._rows.has(index))
+        return index < len(self)
 
     def __getitem__(self, index: int) -> EncodedSample | EncodedPair | EncodedPrompt:
         """Sample `index`, encoded; of a preference row both answers, of a prompt what comes before the answer.

@@ -110,7 +110,9 @@ class InternVLUDataset(BagelDataset):
         drawn = chance.random()
         if drawn < self._shares[1]:
             return "all"
-        return "text" if drawn < sum(self._shares) else ""
+        if drawn < sum(self._shares):
+            return "text"
+        return ""
 
     def _encoded(self, told: TurnsTold, left: Left) -> tuple[TurnRow, int]:
         """Tokens, and how many pictures are seen."""

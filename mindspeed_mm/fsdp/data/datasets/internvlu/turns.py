@@ -89,7 +89,9 @@ class ReadingSizes:
 
 def _side(size: object) -> Any:
     """Of squares, which transformers writes as two equal sides."""
-    return size[0] if isinstance(size, list) and size else size
+    if isinstance(size, list) and size:
+        return size[0]
+    return size
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,9 @@ def _tidied(pieces: Sequence[str | None]) -> list[str | None]:
     if found and found[0]:
         found[0] = found[0][0].upper() + found[0][1:]
     last = found[-1] if found else "."
-    return found if last is not None and last[-1] in _ENDS else [*found, "."]
+    if last is not None and last[-1] in _ENDS:
+        return found
+    return [*found, "."]
 
 
 def seen_pixels(sizes: ReadingSizes, pictures: Sequence[Image.Image]) -> Any:

@@ -118,7 +118,9 @@ class CosyVoice3Voice(Voice):
             raise UsageError("the model has no voice of its own", key="--audio", way_out=way_out)
         guide = self._listener.hear(job.reference)
         words = (job.reference.words or "").strip()
-        return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}")) if words else guide
+        if words:
+            return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}"))
+        return guide
 
     def _prompt(self, job: SpeechJob, guide: Guide) -> tuple[Sequence[int], Sequence[int]]:
         """Text and speech tokens of the prompt. Instructions that are a whole prompt, as in rows for training, are kept
@@ -271,7 +273,9 @@ def _sentences(text: str) -> list[str]:
             continue  # inside a number or a time
         found.append(text[start : end.end()])
         start = end.end()
-    return [*found, text[start:]] if start < len(text) else found
+    if start < len(text):
+        return [*found, text[start:]]
+    return found
 
 
 LEAST_PER_TOKEN, MOST_PER_TOKEN = 2, 20
