@@ -207,7 +207,9 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
         ConfigError: Rows are to be packed, and the data set joins its samples itself.
     """
     if dataset.on_bad_sample == MMDataset.on_bad_sample:
-        dataset.on_bad_sample, dataset.max_bad_fraction = basic.on_bad_sample, basic.max_bad_fraction
+        dataset.on_bad_sample = basic.on_bad_sample
+    if dataset.max_bad_fraction == MMDataset.max_bad_fraction:
+        dataset.max_bad_fraction = basic.max_bad_fraction
     if dataset.basic_parameters is not MMDataset.basic_parameters:
         return
     if basic.packs and dataset.collate_fn is not None:
