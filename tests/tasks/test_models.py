@@ -400,10 +400,11 @@ NEWCOMERS = {
     **dict.fromkeys(
         (
             "plugin import errors", "write a plugin for a model", "migrate a new vision-language model",
-            "bring my own model",
+            "bring my own model", "bring a new data set", "write my own chat template", "a custom collator",
         ),
         "Train by a YAML, with models and data sets of your own",
     ),
+    "fine-tune a vision-language model on my own data set": "Answer questions about pictures and videos",
     "chat with my model in a web UI": "Serve a model over HTTP",
     "my laptop only has a gguf file, can I use it": "Convert a checkpoint to another layout",
     "load a gguf model and convert it": "Convert a checkpoint to another layout",

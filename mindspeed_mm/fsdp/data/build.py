@@ -14,6 +14,8 @@ from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
+from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
@@ -27,9 +29,10 @@ from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset, as_mm_dataset
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
 from mindspeed_mm.fsdp.data.sample_cache import can_keep_samples, encoded_up_front
 from mindspeed_mm.fsdp.params.cards import dataset_cards
-from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.plugins import call_plugin
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -189,16 +192,40 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
     own_train, own_validation = made if isinstance(made, tuple) else (made, None)
     train = as_mm_dataset(own_train)
     validation = None if own_validation is None else as_mm_dataset(own_validation)
-    train.draw_captions(seed)
-    if validation is not None:
-        validation.draw_captions(seed)
     basic = dataset_param.basic_parameters
+    for dataset in (train, validation):
+        if dataset is not None:
+            dataset.draw_captions(seed)
+            if dataset_param.dataset_type not in dataset_cards():
+                _follow_configuration(dataset, basic)
     # To cut documents their lengths are needed, so they are encoded once where there is a place to keep them.
     keeps = train.cuts_documents and can_keep_samples(basic)
     if not encode_ahead or (basic.preprocess_on_fly and not keeps):
         return train, validation
     encoded = None if validation is None else encoded_up_front(validation, dataset_param)
     return encoded_up_front(train, dataset_param), encoded
+
+
+def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
+    """Give a plugin's data set the settings of the YAML that it does not set itself.
+
+    Raises:
+        ConfigError: Rows are to be packed, and the data set joins its samples itself.
+    """
+    if dataset.on_bad_sample == MMDataset.on_bad_sample:
+        dataset.on_bad_sample = basic.on_bad_sample
+    if dataset.max_bad_fraction == MMDataset.max_bad_fraction:
+        dataset.max_bad_fraction = basic.max_bad_fraction
+    if dataset.basic_parameters is not MMDataset.basic_parameters:
+        return
+    if basic.packs and dataset.collate_fn is not None:
+        raise ConfigError(
+            f"{type(dataset.origin).__name__} has a collate_fn, which makes rows of its own",
+            key=PACKING_KEY,
+            way_out="Set it to false; or leave collate_fn out, and a built-in collator packs its samples; or, if "
+            "collate_fn makes one row of all its samples, set self.basic_parameters = basic_param in the data set.",
+        )
+    dataset.basic_parameters = basic
 
 
 def _make(dataset_param: DatasetParam) -> Any:
@@ -277,7 +304,15 @@ def collator_of(
             way_out="Give the data set a `collate_fn(samples) -> batch`, or name a model folder with a tokenizer, with "
             "which a built-in collator joins samples that have `input_ids` and `labels`.",
         )
-    return build_collator(processor, build_mm_plugin(processor, PreprocessParameters()), dataloader_param.collate_param)
+    positions = None
+    if dataset.basic_parameters.packs if packs is None else packs:
+        positions = build_positions(
+            preprocess.model_name_or_path or tokenizer_of(processor).name_or_path,
+            processor,
+            trust_remote_code=preprocess.trust_remote_code,
+        )
+    plugin = build_mm_plugin(processor, PreprocessParameters())
+    return build_collator(processor, plugin, dataloader_param.collate_param, positions=positions)
 
 
 # --- a part set aside for validation ----------------------------------------------------------------------------------

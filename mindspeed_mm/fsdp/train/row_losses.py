@@ -22,6 +22,8 @@ from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_che
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
 from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
 from mindspeed_mm.fsdp.data.dataloader.fetch import Policy, completed
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch
 from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
@@ -91,7 +93,7 @@ class LossModel:
 
 @torch.no_grad()
 def row_losses(
-    measured: LossModel, dataset: MMDataset, collate: Callable[[Sequence[Any]], Batch], batch_size: int
+    measured: LossModel, dataset: MMDataset, collate: Callable[[Sequence[Any]], Batch], batch_size: int, seed: int
 ) -> Iterator[list[RowLoss | RowLeftOut]]:
     """The loss of every row in order, batch by batch.
 
@@ -100,6 +102,7 @@ def row_losses(
         dataset: Samples by number.
         collate: Samples → batch, each with a row of its own.
         batch_size: Rows that go through the model together; 1 for a loss that the model computes itself.
+        seed: Of the random numbers that samples draw.
 
     Raises:
         DataError: A row is off, and the data set does not say that such rows are left out.
@@ -113,7 +116,7 @@ def row_losses(
         samples: dict[int, Any] = {}
         for index in range(start, min(start + batch_size, len(dataset))):
             try:
-                samples[index] = dataset[index]
+                samples[index] = read_sample(dataset, Pick(0, index), seed)
             except DataError as error:
                 if not isinstance(error, NothingTrainedError):
                     policy.judge(error, str(dataset.place(index)))

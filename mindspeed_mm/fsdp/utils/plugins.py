@@ -61,20 +61,29 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
 
 
 def _import_from(path: Path, name: str, plugin: str, key: str) -> ModuleType | None:
-    """An absolute path is imported from where it says, or not at all."""
-    if not path.is_absolute():
+    """A path to what is there is imported from where it says, or not at all."""
+    if path.is_absolute():
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+    elif is_of_suite(name) or not (path.suffix == ".py" or len(path.parts) > 1) or not _is_here(path):
         return _import(name, plugin, key)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
     module = _import(name, plugin, key)
     found = {*getattr(module, "__path__", ()), str(getattr(module, "__file__", ""))}
-    if not {str(path), str(path.with_suffix(".py"))} & found:
+    if not {path.resolve(), path.with_suffix(".py").resolve()} & set(map(_resolved, found)):
         raise ConfigError(
             f"plugin '{plugin}' cannot be imported: its name '{name}' is that of another module ({min(found)})",
             key=key,
             way_out="Give the file or the folder another name.",
         )
     return module
+
+
+def _resolved(place: str) -> Path:
+    return Path(place).resolve()
+
+
+def _is_here(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _modules(package: ModuleType | None) -> Iterator[Path]:
@@ -102,13 +111,26 @@ def _import(name: str, plugin: str, key: str, path: Path | None = None) -> Modul
             ) from error
         way_out = "Fix the error in that file."
         if isinstance(error, ImportError):
-            way_out = "Check the path, and that everything it imports is installed."
+            way_out = _hidden_by(name, error) or "Check the path, and that everything it imports is installed."
         raise ConfigError(
             f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
             where=place_of_error(error) or str(path or ""),
             key=key,
             way_out=way_out,
         ) from error
+
+
+def _hidden_by(name: str, error: ImportError) -> str:
+    """The way out where the working directory has the plugin, but its first folder is called as a library is, which
+    comes first; else empty."""
+    first = name.partition(".")[0]
+    library = setting_of(sys.modules.get(first), str, "__file__")
+    is_missing = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+    if not is_missing or library is None or not _is_here(Path(name.replace(".", "/"))):
+        return ""
+    if _resolved(library).is_relative_to(Path(first).resolve()):
+        return ""
+    return f"'{first}' is also the name of {library}, which comes first: give the folder '{first}' another name."
 
 
 def place_of_error(error: BaseException) -> str:

@@ -131,9 +131,9 @@ def run(request: DataCheckRequest) -> DataCheck:
 
 def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> RowStatistics:
     """One pass over the rows, or over so many of them, evenly spread."""
-    rows = chosen_rows(data.first_samples, limit)
+    rows, seed = chosen_rows(data.first_samples, limit), data.arguments.training.seed
     if is_denoised(data.dataset):
-        denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset))
+        denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset), seed=seed)
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
         tally.leave_out(data.dataset.left_out)
         return tally
@@ -144,6 +144,7 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
         specials=specials,
         check_sample=data.sample_check(),
         collate=data.own_collator(),
+        seed=seed,
     )
     return RowStatistics.of(scan(rows, look, workers=workers))
 

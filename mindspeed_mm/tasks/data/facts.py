@@ -20,6 +20,8 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
@@ -122,10 +124,11 @@ class DenoisedLook:
         dataset: Of `build_mm_dataset`, for a generator.
         decode: Decode every medium as well; otherwise headers are read.
         lengths: Measures captions; None: the model's folder has no tokenizer.
+        seed: Of the random numbers that samples draw, `training.seed`.
     """
 
-    def __init__(self, dataset: MMDataset, *, decode: bool, lengths: CaptionLengths | None) -> None:
-        self.dataset, self._decode, self._lengths = dataset, decode, lengths
+    def __init__(self, dataset: MMDataset, *, decode: bool, lengths: CaptionLengths | None, seed: int) -> None:
+        self.dataset, self._decode, self._lengths, self._seed = dataset, decode, lengths, seed
 
     def __call__(self, index: int) -> RowFacts:
         """The facts of a sample; what is wrong with it is one of them."""
@@ -134,7 +137,7 @@ class DenoisedLook:
             found = self.dataset.describe(index)
             roles = tuple(self._further(found))
             if self._decode:
-                self.dataset.item(index, 0)
+                read_sample(self.dataset, Pick(0, index), self._seed)
         except MMError as error:
             facts.fault = fault_of(error)
             return facts
@@ -201,6 +204,7 @@ class RowLook:
         specials: Special tokens of the tokenizer, which a text should not hold.
         check_sample: See `OpenedData.sample_check`.
         collate: See `OpenedData.own_collator`.
+        seed: Of the random numbers that samples draw, `training.seed`.
     """
 
     def __init__(
@@ -211,8 +215,9 @@ class RowLook:
         specials: tuple[str, ...] = (),
         check_sample: Callable[[object], None] | None = None,
         collate: Collator | None = None,
+        seed: int,
     ) -> None:
-        self.dataset, self._decode = dataset, decode
+        self.dataset, self._decode, self._seed = dataset, decode, seed
         self._check_sample, self._collate = check_sample, collate
         self._are_prompts = dataset.basic_parameters.stage == "prompt"
         """The model answers the rows itself: nothing of them is trained."""
@@ -273,7 +278,7 @@ class RowLook:
                 # what decoding raises is the row's fault
                 _ = self.dataset[index]
             return
-        item = self.dataset.item(index, 0)
+        item = read_sample(self.dataset, Pick(0, index), self._seed)
         if self._check_sample is not None:
             self._check_sample(item)
         for _, arrays in tokens_of(item, self._collate, facts.place).arrays:

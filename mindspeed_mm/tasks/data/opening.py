@@ -140,6 +140,7 @@ class OpenedData:
             dp_size=resolve_parallel_sizes(self.arguments.parallel, ranks).dp,
             seed=training.seed,
             processor=self.processor(),
+            dataset_param=self.param,
         )
 
 

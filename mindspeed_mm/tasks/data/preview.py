@@ -19,6 +19,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.document_pieces import PieceLocation
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
@@ -172,11 +174,12 @@ def run(request: DataPreviewRequest) -> Preview:
 
 def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     """Rows with their tokens and media; what is wrong with one is told in its place."""
+    seed = data.arguments.training.seed
     if is_denoised(data.dataset):
-        show = partial(_show_denoised, data.dataset, lengths=lengths_of(data.dataset))
+        show = partial(_show_denoised, data.dataset, lengths=lengths_of(data.dataset), seed=seed)
     else:
         reader = TokenReader(data.tokenizer())
-        show = partial(_show_row, data.dataset, data.sample_check(), data.own_collator(), reader=reader)
+        show = partial(_show_row, data.dataset, data.sample_check(), data.own_collator(), reader=reader, seed=seed)
     return list(map(show, chosen))
 
 
@@ -186,11 +189,12 @@ def _show_row(
     collate: Collator | None,
     index: int,
     reader: TokenReader,
+    seed: int,
 ) -> ShownRow:
     row = ShownRow(index, str(dataset.place(index)))
     try:
         row.row_id = _row_id(dataset, index)
-        item = dataset.item(index, 0)
+        item = read_sample(dataset, Pick(0, index), seed)
         if check_sample is not None:
             check_sample(item)
         encoded, tokens = as_pair(item), tokens_of(item, collate, row.place)
@@ -211,7 +215,7 @@ def _show_row(
     return row
 
 
-def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | None) -> ShownRow:
+def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | None, seed: int) -> ShownRow:
     """A generator's sample with its media; what is wrong with it is told in its place."""
     row = ShownRow(index, str(dataset.place(index)))
     try:
@@ -224,7 +228,7 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
         for role, kind, source in found.further:
             row.media.append((MediaItem(kind, source), 0))
             row.notes.append(f"{role}: {kind} {len(row.media)}")
-        dataset.item(index, 0)
+        read_sample(dataset, Pick(0, index), seed)
     except MMError as error:
         row.fault = str(error)
     return row

@@ -147,7 +147,8 @@ def run(request: EvaluateRequest) -> LossEvaluation:
     with _opened(request, run_folder) as (measured, dataset, arguments, facts):
         data = arguments.data
         collate = collator_of(dataset, data.dataloader_param, packs=False, dataset_param=data.dataset_param)
-        batches = row_losses(measured, dataset, collate, request.batch_size or LOSS_ROWS_AT_A_TIME)
+        batch_size = request.batch_size or LOSS_ROWS_AT_A_TIME
+        batches = row_losses(measured, dataset, collate, batch_size, arguments.training.seed)
         found = list(_with_progress(batches, len(dataset)))
     facts |= {"seconds": round(time.monotonic() - began, 3)}
     evaluation = _evaluation(found, dataset, facts)

@@ -38,6 +38,8 @@ _PHRASES = {
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",
     r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
+    r"\bbring\b.*\bdata ?sets?\b": "plugin plugin",
+    r"\b(own|custom|new|write)\b.*\b(chat templates?|collators?|mm_plugins?|data ?sets? plugins?)\b": "plugin plugin",
     r"\b(bring|migrat\w*|port)\b.*\b(new|own|unlisted)\b.*\b(models?|architectures?)\b": "plugin plugin",
     r"\b(write|make|create)\b.*\bplugins?\b": "plugin plugin",
     rf"\b{_HEARD}\b.*\bvision\b": "omni omni",

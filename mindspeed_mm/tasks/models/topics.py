@@ -498,8 +498,8 @@ ANY_MODEL: tuple[Topic, ...] = (
             "train": "mm train run.yaml",
         },
         "docs/architecture.md",
-        "a package that training.plugin names registers data sets and models: docs/plugins.md; a model that no library "
-        "has: skills/mindspeed-mm-fsdp2-model-only-vlm-migration/SKILL.md",
+        "a package that training.plugin names registers data sets, templates, collators and models: docs/plugins.md; a "
+        "model that no library has: skills/mindspeed-mm-fsdp2-model-only-vlm-migration/SKILL.md",
         recipes=_AS_USUAL,
     ),
 )

@@ -19,6 +19,8 @@ from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.build import DatasetPart, collator_of
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -297,7 +299,7 @@ def agreeing_rows(dataset: MMDataset, arguments: Arguments, setup: Setup) -> tup
     looked_at = min(len(dataset), _MOST_ROWS)
     for row in range(looked_at):
         with suppress(DataError):  # a row that cannot be used: whoever trains on it says so
-            batch = collate([dataset.item(row, 0)])
+            batch = collate([read_sample(dataset, Pick(0, row), arguments.training.seed)])
             groups.setdefault(tuple(key for key in keys if batch.get(key) is not None), []).append(row)
     if len(groups) < 2:
         return None

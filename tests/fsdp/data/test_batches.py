@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -378,6 +379,16 @@ class TestOnePass:
             assert len(lengths_of_pass) == 1
 
 
+def test_an_error_of_a_collator_names_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Texts, samples: Sequence[Any]) -> None:
+        raise DataError("they do not fit")
+
+    monkeypatch.setattr(Texts, "collate_fn", fail)
+    data = loader(Texts([5, 6]), micro=2, sampler_type="SequentialSampler")
+    with pytest.raises(DataError, match=r"^0, 1  they do not fit"):
+        next(iter(data))
+
+
 class TestSizes:
     def test_a_plugins_data_set_is_measured_by_encoding(self) -> None:
         dataset = Texts([5, 6, 7])
@@ -386,6 +397,13 @@ class TestSizes:
             assert Measurer(dataset, seed=0).size(2) == SampleSize(7, 0)
         finally:
             Texts.measure = measure  # type: ignore[method-assign]
+
+    def test_a_measure_that_does_not_tell_tokens_from_patches_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A plain number would be taken as both."""
+        monkeypatch.setattr(Texts, "measure", lambda _, index: 60)
+        error = SizeBook(Measurer(Texts([5, 6]), 0)).of([1])[0]
+        assert isinstance(error, DataError)
+        assert re.search(r"measure of Texts returns 60.*SampleSize\(tokens, patches\), of mindspeed_mm", str(error))
 
     def test_they_are_kept_and_grow(self) -> None:
         dataset = Texts([n % 100 for n in range(5000)])

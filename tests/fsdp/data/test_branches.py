@@ -169,6 +169,42 @@ def test_a_wrong_key_of_a_plugin_is_an_error() -> None:
         preview_of(*C_WORDS, "data.dataset_param.number=7")
 
 
+DICE = """
+import random
+
+from mindspeed_mm.fsdp.data import MMDataset
+from mindspeed_mm.fsdp.utils.register import data_register
+
+
+@data_register.register("dice")
+class Dice(MMDataset):
+    def __init__(self, basic_param, preprocess_param, dataset_param):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def place(self, index):
+        return f"dice:{index}"
+
+    def __getitem__(self, index):
+        ids = [70] * random.randint(2, 60)
+        return {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_c_a_sample_that_is_drawn_is_shown_as_it_is_trained(folder: Path) -> None:
+    (folder / "my_plugins" / "dice_dataset.py").write_text(DICE)
+    words = ["training.plugin=[my_plugins/dice_dataset.py]", "data.dataset_param.dataset_type=dice"]
+    found = preview_of(*words, rows=tuple(range(8)))
+    shown = {row["place"]: row["answers"][0]["tokens"] for row in found["shown"]}
+    assert stats.run(DataStatsRequest(Path("run.yaml"), tuple(words))).tokens["total"] == sum(shown.values())
+    documents = [each for each in found["micro_batch"]["documents"] if each["sample_id"]]
+    assert len(documents) > 1
+    for document in documents:
+        assert document["end"] - document["first"] == shown[document["sample_id"]]
+
+
 MARKS = """
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.utils.register import data_register

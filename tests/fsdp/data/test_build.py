@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, DatasetParam
 from mindspeed_mm.fsdp.utils.register import data_register
 from tests.fsdp.data.conftest import conversation, write_jsonl
 
@@ -244,6 +246,46 @@ def test_a_data_set_of_a_plugin(param: Param, processor: Any) -> None:
     data = build_mm_dataloader(train, DataloaderParam(num_workers=0), processor=processor, **split)
     [batch] = next(iter(data))
     assert batch["input_ids"].shape == (4, 3)
+
+
+def test_a_data_set_of_a_plugin_follows_the_settings_that_it_does_not_set(param: Param, processor: Any) -> None:
+    """`packing: true` is one row of several samples, or an error: never a padded batch."""
+
+    class Rows(MMDataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": [70, 71, 72], "labels": [-100, 71, 72]}
+
+    class Joined(Rows):
+        def collate_fn(self, samples: Sequence[Any]) -> dict[str, Any]:
+            return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+
+    class Packed(Joined):
+        def __init__(self, basic_param: BasicParameters) -> None:
+            self.basic_parameters = basic_param
+
+    asked = {"packing": True, "cutoff_len": 9, "on_bad_sample": "skip", "max_bad_fraction": 0.5}
+    section = param("unused", **asked).model_copy(update={"dataset_type": "plugin-for-test"})
+    split = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 0}
+    for made in (Rows, Joined, Packed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(data_register, "_entries", data_register._entries | {"plugin-for-test": made})
+            if made is Joined:
+                with pytest.raises(ConfigError, match="Joined has a collate_fn, which makes rows of its own"):
+                    build_mm_dataset(section)
+                continue
+            train, _ = build_mm_dataset(section)
+        assert (train.on_bad_sample, train.max_bad_fraction) == ("skip", 0.5)
+        data = build_mm_dataloader(
+            train, DataloaderParam(num_workers=0), processor=processor, dataset_param=section, **split
+        )
+        [batch] = next(iter(data))
+        if made is Rows:
+            assert (batch["input_ids"].shape, batch["cu_seq_lens_q"].tolist()) == ((1, 9), [0, 3, 6, 9])
+        else:  # its own function gets the samples of a pack
+            assert batch["input_ids"].shape == (3, 3)
 
 
 def test_importing_is_light_and_json_needs_no_datasets(tmp_path: Path, vlm_folder: Path) -> None:

@@ -49,6 +49,18 @@ def test_media_are_counted_by_the_models_class(vlm_folder: Path, processor: Any)
     assert rule(np.array([5, 6]), {}).tolist() == [[0, 1]] * 4
 
 
+def test_tokens_of_media_that_are_not_there_are_told(vlm_folder: Path, processor: Any) -> None:
+    """The model's own code says no more than that None is no iterator."""
+    rule = build_positions(vlm_folder, processor)
+    image = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids = np.array([5, *[image] * 6, 7])
+    marks = (ids == image).astype(np.int32)
+    short = {"mm_token_type_ids": marks, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    for inputs, told in (({"mm_token_type_ids": marks}, "none"), (short, "image_grid_thw of 1")):
+        with pytest.raises(DataError, match=rf"tokens of media do not fit its media \({told}\)"):
+            rule(ids, inputs)
+
+
 _MARKS = ("vision_start", "image_pad", "vision_end")
 
 

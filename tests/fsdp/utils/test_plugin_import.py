@@ -79,6 +79,26 @@ def test_an_absolute_path_is_imported_from_where_it_says(tmp_path: Path, end: st
 
 
 @pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        ("json.py", r"'json' is that of another module \(.*Give the file or the folder"),
+        ("./json/scenes", r"'json' is also the name of .*__init__\.py, which comes first: give the folder 'json'"),
+    ],
+)
+def test_a_path_that_a_library_hides_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: str, said: str
+) -> None:
+    """Else the library is imported, which registers nothing, and what is registered is said to be missing."""
+    file = tmp_path / plugin
+    file.parent.mkdir(exist_ok=True)
+    file.with_suffix(".py").write_text("")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        import_plugin([plugin])
+
+
+@pytest.mark.parametrize(
     ("text", "line", "said"),
     [
         ("x = 1\nimport nothing_of_that_name\n", 2, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),

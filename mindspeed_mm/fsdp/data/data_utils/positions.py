@@ -108,13 +108,24 @@ class RopeIndexPositions:
             value = self._argument(name, ids_1L, inputs)
             if value is not None:
                 arguments[name] = value
-        # (3, 1, L) and the offset of later tokens, which only generation needs; text models give (1, 1, L).
-        three_R1L, _ = self._stand_in.get_rope_index(**arguments)
+        try:
+            # (3, 1, L) and the offset of later tokens, which only generation needs; text models give (1, 1, L).
+            three_R1L, _ = self._stand_in.get_rope_index(**arguments)
+        except Exception as error:  # the model's own code: it goes through tokens and media side by side
+            raise DataError(
+                f"positions cannot be counted, since its tokens of media do not fit its media ({self._told(inputs)}): "
+                f"{type(error).__name__}: {error}",
+                way_out="Give each medium that `input_ids` has tokens of, with as many tokens as the processor makes.",
+            ) from error
         rows = as_whole_numbers(three_R1L[:, 0])
         text = torch.arange(ids_1L.shape[1])[None]
         if len(rows) == 3:
             return torch.cat(in_one_form([text, rows]))
         return rows
+
+    def _told(self, inputs: Batch) -> str:
+        media = [f"{key} of {len(inputs[key])}" for key in sorted(self.reads & inputs.keys())]
+        return ", ".join(media) or "none"
 
     def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Batch) -> object:
         if name == "input_ids":

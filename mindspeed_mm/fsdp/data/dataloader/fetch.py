@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skippin
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_batch_lengths, check_lengths
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, seeded
+from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, read_sample
 from mindspeed_mm.fsdp.data.dataloader.transport import PackedBatch, SharedSlots
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 
@@ -115,7 +115,8 @@ class BatchMaker(Dataset[Delivery]):
         faults: list[SampleFault] = []
         taken, blank_rows = self._take_all(request, faults)
         names = [each.name for each in taken]
-        batch = completed(self._collate([each.sample for each in taken]), names)
+        with told_as(lambda problem: replace(problem, where=problem.where or ", ".join(names))):
+            batch = completed(self._collate([each.sample for each in taken]), names)
         if not self.dataset.has_rows:
             check_batch_lengths(batch, names)
         if blank_rows:
@@ -184,11 +185,7 @@ class BatchMaker(Dataset[Delivery]):
         return self._shape is None or self._shape.fits(self._measurer.size(row))
 
     def _read(self, pick: Pick, faults: list[SampleFault]) -> Taken:
-        if self.dataset.is_deterministic:
-            sample = self.dataset.item(pick.row, pick.epoch)
-        else:
-            with seeded(self._seed, pick):
-                sample = self.dataset.item(pick.row, pick.epoch)
+        sample = read_sample(self.dataset, pick, self._seed)
         name = self.name(pick.row)
         if self._check_sample is not None:
             with told_as(lambda problem: replace(problem, where=problem.where or name)):

@@ -222,10 +222,16 @@ class Measurer(SideJob[list[int], Measured]):
             DataError: The sample cannot be used.
         """
         size = self.dataset.measure(row)
-        if size is not None:
+        if isinstance(size, SampleSize):
             return size
-        with seeded(self._seed, Pick(0, row)):
-            sample = self.dataset[row]
+        if size is not None:
+            raise DataError(
+                f"measure of {type(self.dataset.origin).__name__} returns {size!r:.60}, not a SampleSize",
+                where=str(self.dataset.place(row)),
+                way_out=f"Let it return SampleSize(tokens, patches), of {SampleSize.__module__}; or leave it out, and "
+                "samples are encoded to learn their lengths.",
+            )
+        sample = read_sample(self.dataset, Pick(0, row), self._seed)
         with told_as(lambda problem: replace(problem, where=problem.where or str(self.dataset.place(row)))):
             return SampleSize(len(token_arrays(sample).ids), 0)
 
@@ -246,6 +252,18 @@ class Measurer(SideJob[list[int], Measured]):
 
 
 # --- random numbers that a sample may draw ----------------------------------------------------------------------------
+
+
+def read_sample(dataset: MMDataset, pick: Pick, seed: int) -> Any:
+    """The sample of an epoch as training reads it: the random numbers that it draws depend on nothing else.
+
+    Raises:
+        DataError: It cannot be used.
+    """
+    if dataset.is_deterministic:
+        return dataset.item(pick.row, pick.epoch)
+    with seeded(seed, pick):
+        return dataset.item(pick.row, pick.epoch)
 
 
 @contextmanager

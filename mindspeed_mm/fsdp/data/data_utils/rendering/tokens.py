@@ -58,7 +58,7 @@ class Tokens:
         tokenizer: A fast tokenizer.
         of_processor: Whether a processor owns it (it adds its begin token unless the template wrote one).
         split_special: Special tokens in the text of rows are text.
-        kept: Special tokens that a row may use.
+        kept: Special tokens that a row may use, but for `marks` and `placeholders`.
         marks: Further tokens that are text in a row, though the tokenizer does not call them special: those with which
             the chat template opens turns.
         placeholders: Tokens that stand for media: text in a row, whatever `split_special` says.
@@ -90,9 +90,8 @@ class Tokens:
         self._of_processor = of_processor
         reserved = set(placeholders)
         if split_special:
-            reserved |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-            reserved -= set(kept)
-            reserved |= set(marks)
+            special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+            reserved |= (special - set(kept)) | set(marks)
         self._reserved = _Texts({*reserved, _OPEN, _CLOSE})
         """What is marked in texts; a mark that a text has itself, too, so that it comes through."""
         self._reserved_of_model = _Texts({*reserved, _OPEN, _CLOSE} - THOUGHT_MARKS)
