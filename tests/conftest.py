@@ -67,8 +67,8 @@ def _no_plugin_stays() -> Iterator[None]:
         yield
 
 
-def pytest_runtest_teardown() -> None:
-    """A worker runs hundreds of trainings in its own process."""
+def pytest_runtest_logfinish() -> None:
+    """A worker runs hundreds of trainings in its own process. What a test has replaced is back by now."""
     collect_when_many()
 
 
