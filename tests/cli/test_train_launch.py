@@ -43,7 +43,7 @@ from tests.helpers.tiny_run import make_tiny_run
 
 ENDLESS = 100_000
 LIMIT_S = 400.0
-"""What a job waits for without being told to (`step_timeout_s`) is 1,800 s: a job that ends within this did not wait."""
+"""Jobs wait 1,800 s where nothing else is said (`step_timeout_s`): one that ends within this did not wait."""
 
 
 @pytest.fixture(scope="module")
