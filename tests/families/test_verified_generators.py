@@ -13,7 +13,7 @@ from mindspeed_mm.tasks.verify.ranks import run_ranks
 from tests.families import test_conditioned_generators as conditioned
 from tests.families import test_generators as generators
 from tests.families import test_ltx2 as with_sound
-from tests.families.test_generator_plans import CHAINS, PLANS, SIDE, SIDE_OF_COARSE, SPLIT, SPREAD
+from tests.families.test_generator_plans import CHAINS, ON_RINGS, PLANS, SIDE, SIDE_OF_COARSE, SPLIT
 from tests.helpers.tiny_generator_families import FAMILIES
 from tests.tasks.verify_cases import IN_RANKS, Asked, job_of, verify_all
 
@@ -27,7 +27,7 @@ PLANNED = {
     "data": (*FAMILIES, *conditioned.CASES, *WITH_SOUND),
     "pipeline": (*CHAINS[::3], *WITH_SOUND),
     "tensor": SPLIT[1::3],
-    "ring": SPREAD[2::3],
+    "ring": ON_RINGS[2::3],
 }
 """Plan → what is verified under it: everything on two data ranks, and a third under each of the other plans."""
 WIDE = {
