@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.tools.memory_model.simulation import NOTE, Simulation
@@ -31,6 +33,7 @@ from tests.helpers.logged import logged
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.plan_matrix import PLANS, cells
 from tests.helpers.planned_memory import MAKERS, peaks
+from tests.helpers.released_examples import full_batch
 from tests.helpers.released_rows import ROWS, write_run
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import smaller_pictures
@@ -75,6 +78,19 @@ def both(yaml: Path, *overrides: str) -> tuple[MemoryPrediction, StepMemory]:
     """Predicted and measured."""
     real = measured(yaml, overrides)
     return forecast(load_with_plugins(yaml, overrides).arguments, real.batches[-1]), real
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_forecast_keeps_nothing(text: Path, whole: bool) -> None:
+    """Parameters hold hooks where Python does not look for cycles: each forecast of a search over plans would stay."""
+    arguments = load_with_plugins(text, (BF16, RECOMPUTE)).arguments
+    batch = full_batch(build_outline(arguments).model, arguments)
+    forecast(arguments, batch, whole=whole)
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if type(each) is FakeTensor}
+    forecast(arguments, batch, whole=whole)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is FakeTensor and id(each) not in before]
 
 
 def deviation(predicted: MemoryPrediction, real: StepMemory) -> float:

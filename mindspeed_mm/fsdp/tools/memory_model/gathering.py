@@ -171,7 +171,7 @@ class _RunningUnit:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward)
         for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            self._all.simulation.on_gradient(parameter, self._accumulated)
 
     def _gather(self, *, in_forward: bool) -> None:
         if self.is_gathered:

@@ -414,9 +414,7 @@ class _Step:
         watch_modules(self._model, self._simulation)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    _Gradient(self._simulation, name, self._parts.get(name, 0.0))
-                )
+                self._simulation.on_gradient(parameter, _Gradient(self._simulation, name, self._parts.get(name, 0.0)))
         stages = self._plan.parallel.stages
         for rank in self._ranks:
             assert rank.gathering is not None

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, BATCH, RECOMPUTED, TEMPORARY, Label, MemoryLedger
@@ -59,6 +60,7 @@ class Simulation(TorchDispatchMode):
         """Address of a storage → the storage, and its entry in the books; None for what is not booked."""
         self._values: dict[int, torch.Tensor] = {}
         """Address of the storage of a fake input → its real values: models ask which pixels are 0."""
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Simulation:
         super().__enter__()
@@ -69,7 +71,14 @@ class Simulation(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         del torch.Tensor.as_subclass  # the one that it inherits
         _TORCHS_LOG.disabled = False
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
+        """Call `hook` with the parameter when a gradient was added to it, until the simulation ends. A parameter holds
+        its hooks outside Python, where cycles are not looked for: one that knows the simulation would keep both."""
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def __torch_dispatch__(
         self, function: OpOverload, types: object, args: Values = (), kwargs: dict[str, Any] | None = None
