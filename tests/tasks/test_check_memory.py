@@ -105,22 +105,40 @@ class Misfit(Qwen3VLForConditionalGeneration):
 """
 
 
-def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], tuple[str, ...]]:
+    """The warnings of a run whose model is the plugin of that name and text."""
     monkeypatch.setattr(model_register, "_entries", dict(model_register._entries))
     monkeypatch.setattr(model_register, "_config_keys", dict(model_register._config_keys))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yaml = make_tiny_run(tmp_path)
-    (tmp_path / "misfitting.py").write_text(MISFIT)
     assert not check.run(yaml).warnings
+
+    def warnings_with(name: str, text: str) -> tuple[str, ...]:
+        (tmp_path / f"{name}.py").write_text(text)
+        return tuple(check.run(yaml, [f"training.plugin=[{name}.py]", "model.model_id=misfit"]).warnings)
+
+    return warnings_with
+
+
+def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
+    run_with: Callable[[str, str], tuple[str, ...]],
+) -> None:
     with logged() as records:
-        result = check.run(yaml, ["training.plugin=[misfitting.py]", "model.model_id=misfit"])
-    (warning,) = result.warnings
+        (warning,) = run_with("misfitting", MISFIT)
     assert warning.startswith("the model's code fails on the first batch, as training may: ")
     assert "(misfitting.py:10)" in warning
     assert not [record for record in records if record.name.startswith("torch")]
+
+
+def test_a_forward_that_names_a_key_of_the_batch_otherwise_is_told(
+    run_with: Callable[[str, str], tuple[str, ...]],
+) -> None:
+    """The key goes into its **kwargs; Python's error alone names neither file nor line."""
+    (warning,) = run_with("unnamed", MISFIT.replace("made.logits[:, :3]", 'inputs.get("grid_hw").sum()'))
+    assert warning.startswith("the plugin's code fails on the first batch, as training may: AttributeError: ")
+    assert re.search(r"unnamed\.py:10\)\. Compare the arguments of its forward", warning)
 
 
 def test_a_processor_that_writes_other_numbers_of_tokens_than_the_model_makes_features_is_a_problem(

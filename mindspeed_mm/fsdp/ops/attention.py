@@ -103,8 +103,8 @@ def varlen_attention(
         (B, T, H, Dv), and None in the place of the attention weights.
 
     Raises:
-        AttentionError: The borders belong to another row, come with a mask that they contradict, or are missing; or a
-            score transformation is asked for.
+        AttentionError: The borders belong to another row, come with a mask that they contradict, or are missing; a
+            sliding layer brings no window; or a score transformation is asked for.
     """
     if others.get("softcap") is not None:
         raise AttentionError(f"{ATTENTION_NAME} has no softcap", way_out="Set model.attn_implementation: eager.")
@@ -113,6 +113,8 @@ def varlen_attention(
     two_way = two_way_window is not None and not is_causal
     layer = _Layer(dropout, scaling, is_causal, two_way_window if two_way else sliding_window, s_aux, two_way)
     check_mask(attention_mask, packed=cu_seq_lens_q is not None)
+    if is_causal and (attention_mask is None or attention_mask.numel() == 0):
+        check_window(module, sliding_window)
     if cu_seq_lens_q is None:
         rows, tokens = len(query), query.shape[2]
         by_rows = layer.is_windowed(tokens, key.shape[2]) or (s_aux is not None and tokens == key.shape[2])
@@ -211,14 +213,39 @@ def check_mask(attention_mask: torch.Tensor | None, *, packed: bool) -> None:
     marked = attention_mask.numel() == 0
     if marked and not packed:
         raise AttentionError(
-            "positions start again inside a row, but the batch has no document borders",
-            way_out="Give cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k beside position_ids.",
+            "positions start again inside a row, but attention got no document borders",
+            way_out="Give cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k beside position_ids. If the "
+            "batch has them, the model loses them: its forward takes **kwargs and passes them down to attention.",
         )
     if packed and not marked:
         raise AttentionError(
             f"a packed row came with a mask of shape {tuple(attention_mask.shape)}",
             way_out="Leave attention_mask out of packed batches; this model's own mask cannot be packed.",
         )
+
+
+def check_window(module: nn.Module, sliding_window: int | None) -> None:
+    """Raise `AttentionError` for a layer that sees a window by its configuration, but is called without one.
+
+    Where the order of tokens is the whole mask, the window comes as an argument only: without it the layer would see
+    its whole document here, and its window under the masks of `sdpa`.
+
+    Args:
+        module: The attention module. `config.layer_types[layer_idx]` names its kind; without these nothing is known.
+        sliding_window: What it was called with.
+    """
+    if sliding_window is not None or not attribute_at(module, "config.sliding_window"):
+        return
+    kinds, index = attribute_at(module, "config.layer_types", ()), attribute_at(module, "layer_idx", 0)
+    if index >= len(kinds) or kinds[index] != "sliding_attention":
+        return
+    raise AttentionError(
+        f"layer {index} is 'sliding_attention' in the configuration, but {type(module).__name__} calls attention "
+        "without a window",
+        key="model.attn_implementation",
+        way_out="Pass sliding_window=config.sliding_window to the attention function in these layers. Without that, "
+        "set model.attn_implementation: sdpa and data.dataset_param.basic_parameters.packing: false.",
+    )
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,11 @@ def check_media_processor(folder: Path) -> None:
 
 
 def missing_processor(folder: Path) -> ModelFolderError | None:
-    """What to say of a folder without a processor whose model takes media; None of any other."""
+    """What to say of a folder whose model takes media, but whose processor is missing or of an unknown class; None of
+    any other."""
     path = folder / "config.json"
+    if unknown := _unknown_class(folder):
+        return unknown
     if not path.is_file() or _has_processor(folder):
         return None
     prepare_for_transformers()
@@ -179,6 +182,29 @@ def missing_processor(folder: Path) -> ModelFolderError | None:
         where=str(folder),
         way_out=f"Copy {', '.join(PROCESSOR_FILES)}, those that the original model has, into the folder.",
     )
+
+
+def _unknown_class(folder: Path) -> ModelFolderError | None:
+    """What to say where a file names a class of processors that is not registered: transformers then reads the
+    tokenizer alone. Classes that come as the folder's own code are left to whoever allows it."""
+    if own_processor_of(folder) is not None:
+        return None
+    prepare_for_transformers()
+    from transformers.models.auto.processing_auto import processor_class_from_name  # seconds, and only after the guard
+
+    for path in filter(Path.is_file, map(folder.joinpath, PROCESSOR_FILES)):
+        content = read_json_object(path, ModelFolderError)
+        name = content.get("processor_class")
+        if not isinstance(name, str) or "auto_map" in content or processor_class_from_name(name) is not None:
+            continue
+        return ModelFolderError(
+            f"the processor '{name}' is not registered with transformers",
+            where=str(path),
+            key="processor_class",
+            way_out=f"In the plugin, beside the class: AutoProcessor.register(<its configuration>, {name}, "
+            "exist_ok=True). A command finds the plugin by training.plugin or --plugin.",
+        )
+    return None
 
 
 def beginning_of(processor: Any) -> list[int]:
@@ -306,6 +332,13 @@ def _broken_file(folder: Path) -> ModelFolderError | None:
 def _unreadable(folder: Path, error: Exception) -> ModelFolderError:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     way_out = "Compare its tokenizer and processor files with the original model's."
+    if "Unrecognized image processor" in str(error):
+        first_line = f"{first_line.partition('. ')[0]}."  # behind it, every model type that has one
+        way_out = (
+            "One of your own is registered in the plugin, beside AutoProcessor.register: AutoImageProcessor.register("
+            '<its configuration>, image_processor_classes={"pil": <its class>}, exist_ok=True). Of a released model, '
+            "compare the processor files with the original's."
+        )
     if "trust_remote_code" in str(error):
         way_out = "It needs the folder's own code: read it, then set model.trust_remote_code: true."
     what = f"the processor cannot be read: {type(error).__name__}: {first_line}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.plugins import place_in_plugin
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -37,7 +38,7 @@ def predict(
     except MMError:
         raise
     except Exception as error:  # noqa: BLE001 (a plugin's model is foreign code, and nothing here keeps it from training)
-        return [], {}, [f"memory could not be predicted: {type(error).__name__}: {error}".splitlines()[0]]
+        return [], {}, [_unpredicted(error)]
     if prediction.media_misfit:
         raise ConfigError(
             "the processor writes other numbers of tokens for the first batch's media than the model makes features of "
@@ -60,3 +61,16 @@ def predict(
         has = "this host" if device == "cpu" else f"the device ({device})"
         warnings.append(f"the first batch needs {needed}, but {has} has {in_units(total)}")
     return table(prediction), as_record(prediction) | {"ranks": nproc, "device_bytes": total}, warnings
+
+
+def _unpredicted(error: Exception) -> str:
+    """Why there is no forecast. What Python itself refuses in a plugin, training will refuse, too; anything else may be
+    an operator that needs data, of which the forecast has none."""
+    told = f"{type(error).__name__}: {error}".splitlines()[0]
+    place = place_in_plugin(error)
+    if not place or not isinstance(error, (AttributeError, LookupError, NameError, TypeError)):
+        return f"memory could not be predicted: {told}"
+    return (
+        f"the plugin's code fails on the first batch, as training may: {told} ({place}). Compare the arguments of its "
+        "forward with the keys of the batch (mm data preview): what forward does not name goes into **kwargs"
+    )

@@ -175,7 +175,11 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("77 no config.json", remove("config.json"), r"no config\.json here"),
     ("78 broken JSON", write("config.json", b'{"model_type": "qwen3",'), r"config\.json.*JSON"),
     ("78 not a table", write("config.json", b"[1, 2]"), "not a table"),
-    ("78 unknown model type", edit_config(model_type="qwen33"), "'qwen33' is not a model type.*Did you mean 'qwen3'"),
+    (
+        "78 unknown model type",
+        edit_config(model_type="qwen33"),
+        "'qwen33' is not a model type.*Did you mean 'qwen3'.*--plugin",
+    ),
     ("78 no model type", edit_config(model_type=None), "names no model_type"),
     ("78 private key", edit_config(_attn_implementation="evil/kernel"), "_attn_implementation.*internal state"),
     ("78 state of the class", edit_config(__class__="int"), "__class__.*internal state"),

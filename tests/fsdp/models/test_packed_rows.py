@@ -243,6 +243,20 @@ def test_models_that_mix_documents_are_refused(config: Any, model: str, words: s
         apply_packed_rows(made)
 
 
+def test_attention_that_looks_no_kernel_up_is_refused() -> None:
+    """Though the file of its decoder knows the table: documents would see each other, and nothing would say so."""
+
+    class Own(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            return F.scaled_dot_product_attention(*[hidden_states] * 3, is_causal=True), None
+
+    model: Any = FAMILIES["qwen3"].build()
+    for layer in model.model.layers:
+        layer.self_attn = Own()
+    with pytest.raises(ConfigError, match="not behind transformers' interface"):
+        apply_packed_rows(model)
+
+
 def test_a_model_that_does_not_name_its_text_model_is_told_so() -> None:
     class Sketch(transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = transformers.LlamaConfig

@@ -162,8 +162,20 @@ def test_generation_equals_sdpa(folders):
 def test_packed_positions_without_borders_are_refused(folders):
     model = load(folders["qwen3"], register_attention())
     row = pack(model, make_documents(model.config))
-    with pytest.raises(AttentionError, match="no document borders"):
+    with pytest.raises(AttentionError, match=r"no document borders\. .* its forward takes \*\*kwargs and passes them"):
         model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_sliding_layer_that_brings_no_window_is_refused(folders, packed):
+    """The masks of sdpa have the window; here it is an argument, which a model of one's own may forget."""
+    model = load(folders["qwen3 with a window"], register_attention())
+    documents = make_documents(model.config)
+    row = pack(model, documents) if packed else {"input_ids": documents[0]["input_ids"]}
+    model(**row, use_cache=False)
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(AttentionError, match=r"layer 0 is 'sliding_attention'.* Pass sliding_window="):
+        model(**row, use_cache=False)
 
 
 # One layer.

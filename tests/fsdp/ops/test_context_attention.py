@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention import language, layer
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, CpuKernel, MathKernel, NpuKernel
 from mindspeed_mm.fsdp.ops.context_attention.language import AttentionRule, gathered_attention
@@ -371,6 +373,17 @@ def test_bytes_sent_are_those_of_the_formula(ranks: int) -> None:
     for measured in results(ranks, True):
         assert len(measured["traffic"]) >= 4 * len(COUNTED)
         assert set(measured["traffic"].values()) == {1.0}, measured["traffic"]
+
+
+def test_sliding_layer_that_brings_no_window_is_refused() -> None:
+    """Gathered keys would show it its whole document."""
+    config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=4)
+    query, share = torch.zeros(1, 1, 8, WIDTH), mock.Mock(layout=mock.Mock(longest_document=8))
+    for index, window in ((0, None), (1, 4)):
+        layer_module = SimpleNamespace(config=config, layer_idx=index)
+        assert language.rule_of(layer_module, query, None, share, {"sliding_window": window}).window == window
+    with pytest.raises(AttentionError, match="layer 1 is 'sliding_attention'"):
+        language.rule_of(layer_module, query, None, share, {})
 
 
 def test_traffic_of_an_example_by_hand() -> None:

@@ -99,6 +99,29 @@ def test_media_for_a_folder_without_its_processor(tmp_path: Path) -> None:
     check_media_processor(make_tiny_qwen3(tmp_path / "text"))
 
 
+def test_processor_of_ones_own_that_is_not_registered(folder: Path) -> None:
+    """transformers reads the tokenizer alone: a medium names the registration, not another model."""
+    for name in PROCESSOR_FILES:
+        (folder / name).unlink(missing_ok=True)
+    (folder / "processor_config.json").write_text('{"processor_class": "HeronProcessor"}')
+    plugin = build_mm_plugin(load_processor(folder), PreprocessParameters())
+    with pytest.raises(ModelFolderError, match=r"'HeronProcessor' is not registered.* AutoProcessor\.register\("):
+        plugin.encode_image(Image.new("RGB", (8, 8)))
+
+
+def test_image_processor_of_ones_own_that_is_not_registered(folder: Path) -> None:
+    """The error of transformers lists every model type; ours names the registration."""
+    for name in PROCESSOR_FILES:
+        (folder / name).unlink(missing_ok=True)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "HeronImageProcessor"}')
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    (folder / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    with pytest.raises(ModelFolderError, match=r"AutoImageProcessor\.register\(") as raised:
+        load_processor(folder)
+    assert "qwen2_vl" not in str(raised.value)
+
+
 def test_broken_tokenizer_file(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ModelFolderError, match=r"tokenizer.json  is not valid JSON"):

@@ -54,6 +54,8 @@ _BLOCKS = {
 }
 """Model type → the batch key that marks blocks, whose tokens see each other both ways: images, or HRM's prefixes."""
 _PICTURES = ("pixel_values", "pixel_values_videos")
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""Of transformers, in which attention classes look their kernels up."""
 MOST_MASKED_TOKENS = 16_384
 """Maximum length of a row that needs a mask of T² entries."""
 
@@ -119,7 +121,7 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     if attribute_at(model, "config.is_encoder_decoder", False):
         yield "the model is an encoder-decoder, which encodes every sample by itself"
         return
-    if not _calls_attention_interface(model):
+    if not _calls_attention_interface(model, has_mixers=has_mixers):
         unnamed = ", or `get_decoder()` does not name its text model" if decoder_of(model) is model else ""
         yield f"the model's attention is not behind transformers' interface{unnamed}"
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
@@ -155,12 +157,16 @@ def _names_in_code(kind: type, word: str) -> bool:
     return False
 
 
-def _calls_attention_interface(model: nn.Module) -> bool:
-    """Whether the decoder looks its attention up in transformers' table. Classes with linear attention do, although
-    they do not say so (`_supports_attention_backend`)."""
+def _calls_attention_interface(model: nn.Module, *, has_mixers: bool) -> bool:
+    """Whether the decoder looks its attention up in transformers' table: only then does it see the borders. Its file
+    has to know the table, and a layer to read it; where layers carry a state, there may be none that does."""
     decoder = decoder_of(model) or model
     modules = {each.__module__ for each in type(decoder).__mro__} - {"transformers.modeling_utils"}
-    return any(hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS") for module in modules)
+    if not any(hasattr(sys.modules[module], _TABLE) for module in modules):
+        return False
+    kinds = {kind for module in decoder.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "transformers.modeling_utils"))]
+    return has_mixers or any(_names_in_code(kind, _TABLE) for kind in own)
 
 
 def attention_problems(requested: str | None, model: nn.Module | None = None) -> Iterator[Problem]:

@@ -282,7 +282,8 @@ def _unknown_type(folder: Path, config: Mapping[str, object], known: list[str]) 
         f"'{model_type}' is not a model type of transformers",
         where=where,
         key="model_type",
-        way_out=f"{did_you_mean(str(model_type), known)}A class of your own is registered by a plugin.",
+        way_out=f"{did_you_mean(str(model_type), known)}A class of your own is registered by a plugin, with AutoConfig "
+        "too: name it in training.plugin, or on the command line in --plugin.",
     )
 
 

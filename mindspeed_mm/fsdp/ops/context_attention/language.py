@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.ops.attention import AttentionError, varlen_attention, varlen_mask
+from mindspeed_mm.fsdp.ops.attention import AttentionError, check_window, varlen_attention, varlen_mask
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER
 from mindspeed_mm.fsdp.ops.context_attention.layer import check_lengths
 from mindspeed_mm.fsdp.ops.context_attention.layout import Interval, SequenceLayout
@@ -89,12 +89,15 @@ def rule_of(
     """What a layer computes; a window that is no shorter than the longest document is left out.
 
     Raises:
-        AttentionError: It asks for a mask of its own, dropout, or a window that goes both ways.
+        AttentionError: It asks for a mask of its own, dropout, or a window that goes both ways, or is a sliding layer
+            that brings no window.
     """
     causal = others.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     window, scale = others.get("sliding_window"), others.get("scaling")
+    if causal:
+        check_window(module, window)
     if window is not None and window >= share.layout.longest_document:
         window = None
     asked = {
