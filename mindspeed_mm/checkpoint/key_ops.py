@@ -286,8 +286,8 @@ class Deinterleave(Op):
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         ((base,),) = columns
-        if base.shape[self.dim] != sum(self.sizes):
-            raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes}")
+        if base.shape[self.dim] != sum(self.sizes) or any(size % self.groups for size in self.sizes):
+            raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes} of {self.groups} groups")
         lengths = [size // self.groups for size in self.sizes]
         runs = consecutive(base, self.dim, lengths * self.groups)
         # The runs of one column stand as far from each other as there are columns.

@@ -108,7 +108,11 @@ class KeyRule:
                 work = op.apply(work)
             for pattern, column in zip(self.targets, work, strict=True):
                 made |= self._named(pattern, column, values)
-        except (ValueError, IndexError) as error:
+        except IndexError as error:
+            shapes = ", ".join(str(list(tensors[key].shape)) for key in keys)
+            what = f"a tensor of shape {shapes} does not have the dims that the rule speaks of (rule {self})"
+            raise ModelFolderError(what, key=keys[0]) from error
+        except ValueError as error:
             way_out = error.way_out if isinstance(error, UnknownOrder) else ""
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
         return RuleMatch(tuple(keys), made, tuple(dropped))

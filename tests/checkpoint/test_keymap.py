@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.key_ops import Concat, Reorder, Reshape, Stack, Transpose
+from mindspeed_mm.checkpoint.key_ops import Concat, Interleave, Reorder, Reshape, Stack, Transpose, Unstack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.core.errors import ModelFolderError
@@ -99,6 +99,19 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     state["blocks.0.experts.3.down.weight"] = torch.zeros(6, 4)
     with pytest.raises(ModelFolderError, match=r"cannot stack.*blocks|blocks.*cannot stack"):
         convert(MAP, state)
+
+
+def test_a_tensor_of_too_few_dims_is_told_with_its_shape() -> None:
+    names = KeyMap([KeyRule("stacked", "l.{n}", (Unstack(0),))])
+    with pytest.raises(ModelFolderError, match=r"stacked +a tensor of shape \[\] does not have the dims"):
+        names.steps(lazy({"stacked": torch.zeros(())}))
+
+
+def test_groups_that_do_not_divide_a_fused_tensor_are_refused_on_the_way_back() -> None:
+    """Runs of whole rows would leave the last ones out."""
+    fused = KeyMap([KeyRule(("q", "k", "v"), "qkv", (Interleave(0, 3, (8, 4, 4)),))])
+    with pytest.raises(ModelFolderError, match=r"cannot take 16 apart into \(8, 4, 4\) of 3 groups"):
+        fused.inverse.steps(lazy({"qkv": torch.zeros(16, 2)}))
 
 
 PATCHES = KeyMap([KeyRule("{at*}.patch.weight", "{at*}.conv.weight", (Reshape((4, -1), (4, 3, 2, 2)),))])

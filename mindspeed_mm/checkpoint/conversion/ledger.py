@@ -119,7 +119,17 @@ def check_ledgers(
                 boxes += Counter(dict.fromkeys(tensor.take(), as_often or 1))
                 fault = _fault("used", boxes, math.prod(tensor.shape), as_often)
                 _note(told, key, fault, _way_out(boxes, fault))
-        _raise(f"{ledger.where}: the conversion does not fit what is stored here", told)
+        headline = f"{ledger.where}: the conversion does not fit what is stored here"
+        if _UNUSED in told:
+            headline += f". {_FOR_UNUSED}"
+        _raise(headline, told)
+
+
+_UNUSED = "is not used"
+_FOR_UNUSED = (
+    "What is not used needs a rule in the converter; if it is not to be written, name it in `left_out` of Conversion, "
+    "with the reason."
+)
 
 
 class _Writes(TorchFunctionMode):

@@ -80,6 +80,10 @@ def test_padding_and_what_is_left_out_are_not_used() -> None:
     less, more = [Sliced(of.tensors["words"], 0, 6, 2)], [Sliced(of.tensors["words"], 0, 4, 4)]
     assert "words  is used in part: 14 of 16 elements" in told(of, true, dropped=less, left_out={"extra"})
     assert "words  is used more than once: 18 of 16" in told(of, true, dropped=more, left_out={"extra"})
+    assert "name it in `left_out` of Conversion, with the reason.\n  extra  is not used" in told(
+        of, true, dropped=padding
+    )
+    assert "`left_out`" not in told(of, true, dropped=less, left_out={"extra"})
     both = {**true, "extra": of.tensors["extra"]}
     assert "extra  is left out, and used all the same" in told(of, both, dropped=padding, left_out={"extra"})
     twice = {**true, "head": true["words"]}  # of a tied head, the padding is dropped once
