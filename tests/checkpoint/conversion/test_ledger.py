@@ -90,6 +90,13 @@ def test_padding_and_what_is_left_out_are_not_used() -> None:
     check_ledgers([of], twice.items(), dropped=padding, left_out={"extra"}, times={"words": 2})
 
 
+def test_an_output_of_tensors_that_are_not_counted_is_refused() -> None:
+    """The source's own instead of the ledger's."""
+    of = ledger(up=(4, 3))
+    said = told(of, {"up": Sliced(of.tensors["up"].base, 0, 0, 4)})
+    assert "Build it of `ledger.tensors`\n  up  is read past the ledger" in said
+
+
 @pytest.mark.parametrize("compared", [False, True])
 def test_every_copy_of_a_tensor_is_used(compared: bool) -> None:
     of = ledger(a=(2,), b=(2,))
