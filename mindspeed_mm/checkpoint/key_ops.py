@@ -26,13 +26,24 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     Zeros,
     consecutive,
 )
+from mindspeed_mm.core.errors import ConfigError
 
 Column = list[LazyTensor]
 """The tensors of one pattern: one, or as many as a collected placeholder has values."""
 
 
 class Op(ABC):
-    """An operation on the columns of a rule, one column for each pattern."""
+    """An operation on the columns of a rule, one column for each pattern. Dims are counted from the first, 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse a dim that is counted from the last: where one is taken away or added, it would be another.
+
+        Raises:
+            ConfigError: Naming the operation.
+        """
+        for name in ("dim", "dim0", "dim1"):
+            if getattr(self, name, 0) < 0:
+                raise ConfigError(f"{self} counts a dim from the last", key=name, way_out="Count from the first, 0.")
 
     def apply(self, columns: list[Column]) -> list[Column]:
         """The columns after the operation."""
@@ -286,8 +297,8 @@ class Deinterleave(Op):
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         ((base,),) = columns
-        if base.shape[self.dim] != sum(self.sizes):
-            raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes}")
+        if base.shape[self.dim] != sum(self.sizes) or any(size % self.groups for size in self.sizes):
+            raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes} of {self.groups} groups")
         lengths = [size // self.groups for size in self.sizes]
         runs = consecutive(base, self.dim, lengths * self.groups)
         # The runs of one column stand as far from each other as there are columns.

@@ -106,9 +106,19 @@ class KeyRule:
                 if isinstance(op, Drop):
                     dropped += work[op.position]
                 work = op.apply(work)
+            if len(work) != len(self.targets):
+                raise ModelFolderError(
+                    f"its operations make {len(work)}, and the rule has {len(self.targets)} targets (rule {self})",
+                    key=keys[0],
+                    way_out="Concat and Split take two equal parts, unless `sizes` or `ratio` say otherwise.",
+                )
             for pattern, column in zip(self.targets, work, strict=True):
                 made |= self._named(pattern, column, values)
-        except (ValueError, IndexError) as error:
+        except IndexError as error:
+            shapes = ", ".join(str(list(tensors[key].shape)) for key in keys)
+            what = f"a tensor of shape {shapes} does not have the dims that the rule speaks of (rule {self})"
+            raise ModelFolderError(what, key=keys[0]) from error
+        except ValueError as error:
             way_out = error.way_out if isinstance(error, UnknownOrder) else ""
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
         return RuleMatch(tuple(keys), made, tuple(dropped))
@@ -152,8 +162,8 @@ class KeyMap:
         """What becomes of these tensors. Keys that no rule takes are in no step.
 
         Raises:
-            ModelFolderError: As `KeyRule.build`; or an inverse makes a key that the way there gives to another rule:
-                it would not have made this tensor of it.
+            ModelFolderError: As `KeyRule.build`; or two steps make one key; or an inverse makes a key that the way
+                there gives to another rule: it would not have made this tensor of it.
         """
         # One application of a rule: its position and the values of the placeholders that sources and targets share.
         applications: dict[tuple[int, tuple[str, ...]], list[list[KeyMatch]]] = {}
@@ -180,6 +190,7 @@ class KeyMap:
         if self.keep_others:
             for key in others:
                 steps.append(RuleMatch((key,), {key: tensors[key]}))
+        _check_made_once(steps)
         return steps
 
     def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
@@ -238,6 +249,20 @@ def made_by(steps: Iterable[RuleMatch]) -> dict[str, LazyTensor]:
     for step in steps:
         made |= step.targets
     return made
+
+
+def _check_made_once(steps: Iterable[RuleMatch]) -> None:
+    """Of two tensors under one key, one would be lost."""
+    sources: dict[str, str] = {}
+    for step in steps:
+        for key in step.targets:
+            if key in sources:
+                raise ModelFolderError(
+                    f"is made of {sources[key]} and of {step.sources[0]}",
+                    key=key,
+                    way_out="Give one of the rules of the key map another target.",
+                )
+            sources[key] = step.sources[0]
 
 
 def check_used_once(steps: Iterable[RuleMatch], sources: Iterable[str], targets: Iterable[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,11 @@ from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, ma
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Zeros
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
+from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 NO_PLACE = "the model has no place for it"
@@ -32,13 +34,15 @@ class TransformersOutline:
     Args:
         folder: With config.json. What of its weights has no place in the model is known after `own_tensors`.
         model: Of that configuration; it may lie on the meta device.
+        described: What errors call the configuration; by default the folder's config.json.
 
     Raises:
         ModelFolderError: The configuration is none that transformers takes.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, described: str = "") -> None:
         self.folder, self.model = folder, model
+        self._described = described or str(folder / "config.json")
         self._rules = conversion_rules(model)
         # keep_vars: the parameters themselves, no detached copies; only their shapes are of interest.
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -52,7 +56,29 @@ class TransformersOutline:
     def of(cls, folder: Path) -> TransformersOutline | None:
         """Of a folder; None where transformers has no class of the name that its config.json gives."""
         config = model_config(folder)
-        refuse_quantized(config, str(folder / "config.json"))
+        return cls._built(config, folder, str(folder / "config.json"), lambda kind: kind.from_pretrained(folder))
+
+    @classmethod
+    def of_config(cls, config: JsonMapping, source: Path) -> TransformersOutline | None:
+        """Of what a config.json will hold that is not written yet.
+
+        Args:
+            config: Its content.
+            source: What the model's tensors are made of, for errors.
+        """
+        # A copy: transformers changes nested sections in place.
+        content = deepcopy(dict(config))
+        return cls._built(config, source, f"the configuration for {source}", lambda kind: kind.from_dict(content))
+
+    @classmethod
+    def _built(
+        cls,
+        config: JsonMapping,
+        folder: Path,
+        described: str,
+        load: Callable[[type[PreTrainedConfig]], PreTrainedConfig],
+    ) -> TransformersOutline | None:
+        refuse_quantized(config, described)
         prepare_for_transformers()
         import transformers  # heavy
 
@@ -64,14 +90,12 @@ class TransformersOutline:
         if model_class is None or config.get("auto_map"):
             return None
         try:
-            loaded = model_class.config_class.from_pretrained(folder)
+            loaded = load(model_class.config_class)
             # Names and shapes, no memory: a model of any size is built at once.
             with torch.device("meta"):
-                return cls(folder, model_class(loaded))
+                return cls(folder, model_class(loaded), described)
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise ModelFolderError(
-                f"transformers cannot build {names[0]} from it: {error}", where=str(folder / "config.json")
-            ) from error
+            raise ModelFolderError(f"transformers cannot build {names[0]} from it: {error}", where=described) from error
 
     def own_tensors(
         self, stored: Mapping[str, LazyTensor], source: Path | None = None
@@ -183,28 +207,31 @@ class TransformersOutline:
         problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped)
         if problems:
             name = type(self.model).__name__
-            what = f"{source} does not hold the model that {self.folder / 'config.json'} describes, {name}"
+            what = f"{source} does not hold the model that {self._described} describes, {name}"
             way_out = ". Name the folder of the model that was saved." if source != self.folder else ""
             raise ModelFolderError(what + way_out, problems=problems)
 
 
-def check_whole_model(tensors: Mapping[str, LazyTensor], folder: Path, source: Path) -> None:
+def check_whole_model(tensors: Mapping[str, LazyTensor], model: Path | JsonMapping, source: Path) -> None:
     """Compare tensors with the model that a config.json describes: each once, in its shape, and no others.
 
     Args:
         tensors: By the keys of a Hugging Face folder, in any form that transformers loads.
-        folder: With config.json; it needs no weights.
+        model: A folder with config.json, which needs no weights; or what the config.json will hold.
         source: What the tensors are made of, for errors.
 
     Raises:
         ModelFolderError: Tensors are missing or surplus, or have another shape; or transformers has no class of the
             name that config.json gives.
     """
-    outline = TransformersOutline.of(folder)
+    if isinstance(model, Path):
+        outline, where = TransformersOutline.of(model), str(model / "config.json")
+    else:
+        outline, where = TransformersOutline.of_config(model, source), f"the configuration for {source}"
     if outline is None:
         raise ModelFolderError(
             "transformers has no class for its architectures, so nothing can be compared",
-            where=str(folder / "config.json"),
+            where=where,
             key="architectures",
             way_out="Compare with a folder that holds weights: `check_same_tensors`.",
         )

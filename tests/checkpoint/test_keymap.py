@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.key_ops import Concat, Reorder, Reshape, Stack, Transpose
+from mindspeed_mm.checkpoint.key_ops import Concat, Interleave, Op, Reorder, Reshape, Split, Stack, Transpose, Unstack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 
 MAP = KeyMap(
     [
@@ -99,6 +101,40 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     state["blocks.0.experts.3.down.weight"] = torch.zeros(6, 4)
     with pytest.raises(ModelFolderError, match=r"cannot stack.*blocks|blocks.*cannot stack"):
         convert(MAP, state)
+
+
+def test_a_tensor_of_too_few_dims_is_told_with_its_shape() -> None:
+    names = KeyMap([KeyRule("stacked", "l.{n}", (Unstack(0),))])
+    with pytest.raises(ModelFolderError, match=r"stacked +a tensor of shape \[\] does not have the dims"):
+        names.steps(lazy({"stacked": torch.zeros(())}))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_that_are_not_as_many_as_the_targets_are_told(turned: bool) -> None:
+    names = KeyMap([KeyRule("qkv", ("q", "k", "v"), (Split(0),))])
+    if turned:
+        names = KeyMap([KeyRule(("q", "k", "v"), "qkv", (Concat(0),))]).inverse
+    with pytest.raises(ModelFolderError, match=r"qkv +its operations make 2, and the rule has 3 targets.*`ratio`"):
+        names.steps(lazy({"qkv": torch.zeros(12, 2)}))
+
+
+def test_two_rules_with_one_target_are_refused() -> None:
+    names = KeyMap([KeyRule("a", "x")], keep_others=True)
+    with pytest.raises(ModelFolderError, match=r"x +is made of a and of x"):
+        names.steps(lazy({"a": torch.zeros(1), "x": torch.zeros(1)}))
+
+
+@pytest.mark.parametrize("make", [lambda: Stack(-1), lambda: Concat(dim=-1), lambda: Transpose(0, -1)])
+def test_a_dim_that_is_counted_from_the_last_is_refused(make: Callable[[], Op]) -> None:
+    with pytest.raises(ConfigError, match="counts a dim from the last"):
+        make()
+
+
+def test_groups_that_do_not_divide_a_fused_tensor_are_refused_on_the_way_back() -> None:
+    """Runs of whole rows would leave the last ones out."""
+    fused = KeyMap([KeyRule(("q", "k", "v"), "qkv", (Interleave(0, 3, (8, 4, 4)),))])
+    with pytest.raises(ModelFolderError, match=r"cannot take 16 apart into \(8, 4, 4\) of 3 groups"):
+        fused.inverse.steps(lazy({"qkv": torch.zeros(16, 2)}))
 
 
 PATCHES = KeyMap([KeyRule("{at*}.patch.weight", "{at*}.conv.weight", (Reshape((4, -1), (4, 3, 2, 2)),))])

@@ -42,6 +42,18 @@ def test_all_tensors_of_a_model_are_let_through(folder: Path, tensors: Tensors) 
     check_whole_model(tensors, folder, Path("theirs"))
 
 
+def test_a_configuration_that_is_not_written_yet_is_compared_as_one_that_is(tensors: Tensors) -> None:
+    """A converter that makes config.json has no folder of it, and an error names none."""
+    config = {**CONFIG, **LAYERS, "vocab_size": 16}
+    check_whole_model(tensors, config, Path("theirs"))
+    del tensors[NORM]
+    with pytest.raises(ModelFolderError, match="is missing") as refused:
+        check_whole_model(tensors, config, Path("theirs"))
+    assert str(refused.value).startswith(
+        "theirs does not hold the model that the configuration for theirs describes, Qwen3ForCausalLM\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "key", "told"),
     [

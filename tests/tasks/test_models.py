@@ -411,6 +411,19 @@ NEWCOMERS = {
     "use a reward model for GRPO": "Train a model on preferences or rewards",
     **dict.fromkeys(("prepare weights", "weight-prep"), "Convert a checkpoint to another layout"),
     "convert a checkpoint for CPU-only use": "Train without a GPU",
+    **dict.fromkeys(
+        (
+            "write a converter", "my weights have other names", "rename the tensors of a checkpoint",
+            "my checkpoint has a layout that the suite does not know", "weights in my own format",
+            "an unknown checkpoint", "my own checkpoint layout", "a state dict with different keys",
+        ),
+        "Write a converter for a layout of your own",
+    ),
+    **dict.fromkeys(
+        ("convert my checkpoint", "convert my own checkpoint", "a checkpoint in a different layout"),
+        "Convert a checkpoint to another layout",
+    ),
+    "resume from my own checkpoint": "Go on with a run",
 }  # fmt: skip
 """What newcomers ask → title of the answer."""
 INSTEAD = {
@@ -433,10 +446,14 @@ def test_a_newcomer_is_answered(wish: str, title: str) -> None:
     assert routes.find(wish).title == title
 
 
-def test_a_wish_for_a_model_of_ones_own_names_its_guide() -> None:
+@pytest.mark.parametrize(
+    ("wish", "guide"),
+    [("add a vision-language model", "SKILL.md"), ("convert my checkpoint", "references/converter.md")],
+)
+def test_a_wish_for_something_of_ones_own_names_its_guide(wish: str, guide: str) -> None:
     """The page of the answer is about everything; the guide has the steps."""
-    guides = re.findall(r"[\w./-]+\.md", routes.find("add a vision-language model").note)
-    assert "skills/mindspeed-mm-fsdp2-model-only-vlm-migration/SKILL.md" in guides
+    guides = re.findall(r"[\w./-]+\.md", routes.find(wish).note)
+    assert f"skills/mindspeed-mm-fsdp2-model-only-vlm-migration/{guide}" in guides
     for guide in guides:
         assert (ROOT / guide).is_file(), guide
 

@@ -99,6 +99,8 @@ def check_ledgers(
         counted += ledger.tensors.values()
     for tensor in counted:
         tensor.take()  # whatever was read before is not of this conversion
+    made = list(made)
+    _check_counted(counted, made)
     told: dict[str, list[Problem]] = {}
     with torch.device("meta"), _Writes() as writes:
         for key, item in made:
@@ -119,7 +121,31 @@ def check_ledgers(
                 boxes += Counter(dict.fromkeys(tensor.take(), as_often or 1))
                 fault = _fault("used", boxes, math.prod(tensor.shape), as_often)
                 _note(told, key, fault, _way_out(boxes, fault))
-        _raise(f"{ledger.where}: the conversion does not fit what is stored here", told)
+        headline = f"{ledger.where}: the conversion does not fit what is stored here"
+        if _UNUSED in told:
+            headline += f". {_FOR_UNUSED}"
+        _raise(headline, told)
+
+
+def _check_counted(counted: Iterable[CountedTensor], made: Iterable[tuple[str, LazyTensor]]) -> None:
+    """Refuse an output that is built of the source's own tensors instead of the ledger's, which alone are counted."""
+    bases = {id(tensor.base): tensor.key for tensor in counted}
+    told: dict[str, list[Problem]] = {}
+    for _, item in made:
+        parts = [item]
+        while parts:
+            part = parts.pop()
+            parts += part.parts
+            if id(part) in bases:
+                _note(told, bases[id(part)], "is read past the ledger")
+    _raise("the output is not built of what is counted. Build it of `ledger.tensors`", told)
+
+
+_UNUSED = "is not used"
+_FOR_UNUSED = (
+    "What is not used needs a rule in the converter; if it is not to be written, name it in `left_out` of Conversion, "
+    "with the reason."
+)
 
 
 class _Writes(TorchFunctionMode):

@@ -14,6 +14,8 @@ from mindspeed_mm.tasks.models.start import FamilyStart, as_lines, device_lines,
 from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, PLANNED, TASKS, Aspect, Topic, YamlRecipe
 
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
+_WEIGHTS, _LAYOUT = r"(weights?|tensors?|checkpoints?|keys?|state.?dicts?)", r"(layouts?|formats?)"
+_FOREIGN = r"(unknown|foreign|custom|unlisted|unsupported)"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
 _PHRASES = {
     r"\b(to|into|as|export\w*|write|save\w*|make)\b.*\bgguf\b": "gguf-export",
@@ -34,6 +36,12 @@ _PHRASES = {
     r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
     r"\b(to|into|from)[ -]megatron\b": "convert",
     r"\b(hugging ?face|hf)\b.*\bmegatron\b|\bmegatron\b.*\b(hugging ?face|hf)\b": "convert",
+    r"\b(write|add|make|create|build|implement|own|custom|new)\b.*\bconverters?\b": "own-converter",
+    rf"\b(rename|map)\b.*\b{_WEIGHTS}\b": "own-converter",
+    rf"\b{_WEIGHTS}\b.*\b({_FOREIGN}|own|other|different)\b.*\b(names?|keys?)\b": "own-converter",
+    rf"\b{_WEIGHTS}\b.*\b({_FOREIGN}|own)\b.*\b{_LAYOUT}\b": "own-converter",
+    rf"\b({_FOREIGN}|own)\b.*\b{_WEIGHTS} {_LAYOUT}\b|\b{_FOREIGN} {_WEIGHTS}\b": "own-converter",
+    rf"\b{_WEIGHTS}\b.*\b(not|\w+n[’']t) (know|known|support|supported|recogni\w+|match\w*)\b": "own-converter",
     r"\bprepar\w*( \w+){0,2} weights?\b|\bweight[ -]prep\w*": "convert",
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",

@@ -78,6 +78,7 @@ _GENERATOR = {
     "write a folder that diffusers loads": "mm export runs/mine exported",
 }
 
+_OWN_CONVERTER = "skills/mindspeed-mm-fsdp2-model-only-vlm-migration/references/converter.md"
 _BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
 
 _AS_USUAL = (YamlRecipe(),)
@@ -330,6 +331,20 @@ ANY_MODEL: tuple[Topic, ...] = (
             "see every flag of a family": "mm-convert --help",
         },
         "docs/conversion.md",
+        f"weights under names that nothing here knows take a converter of your own: {_OWN_CONVERTER}",
+    ),
+    Topic(
+        "Write a converter for a layout of your own",
+        ("own-converter",),
+        {
+            "see which layouts are known": "mm-convert --help",
+            "convert by yours": "mm-convert --plugin my_converter.py MyConverter source_to_hf "
+            "--source_dir authors --save_dir models/mine",
+            "see whether it trains": "mm models models/mine",
+        },
+        _OWN_CONVERTER,
+        "a converter is a key map of a few lines; the page has a whole one, with its test",
+        weight=3,
     ),
     Topic(
         "Train small matrices beside frozen weights",

@@ -80,10 +80,21 @@ def test_padding_and_what_is_left_out_are_not_used() -> None:
     less, more = [Sliced(of.tensors["words"], 0, 6, 2)], [Sliced(of.tensors["words"], 0, 4, 4)]
     assert "words  is used in part: 14 of 16 elements" in told(of, true, dropped=less, left_out={"extra"})
     assert "words  is used more than once: 18 of 16" in told(of, true, dropped=more, left_out={"extra"})
+    assert "name it in `left_out` of Conversion, with the reason.\n  extra  is not used" in told(
+        of, true, dropped=padding
+    )
+    assert "`left_out`" not in told(of, true, dropped=less, left_out={"extra"})
     both = {**true, "extra": of.tensors["extra"]}
     assert "extra  is left out, and used all the same" in told(of, both, dropped=padding, left_out={"extra"})
     twice = {**true, "head": true["words"]}  # of a tied head, the padding is dropped once
     check_ledgers([of], twice.items(), dropped=padding, left_out={"extra"}, times={"words": 2})
+
+
+def test_an_output_of_tensors_that_are_not_counted_is_refused() -> None:
+    """The source's own instead of the ledger's."""
+    of = ledger(up=(4, 3))
+    said = told(of, {"up": Sliced(of.tensors["up"].base, 0, 0, 4)})
+    assert "Build it of `ledger.tensors`\n  up  is read past the ledger" in said
 
 
 @pytest.mark.parametrize("compared", [False, True])
