@@ -7,7 +7,6 @@ find the same. What a row will cost is measured before it is encoded, in this pr
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError, told_as
-from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.drawn import seeded
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import token_arrays
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
@@ -262,21 +260,5 @@ def read_sample(dataset: MMDataset, pick: Pick, seed: int) -> Any:
     """
     if dataset.is_deterministic:
         return dataset.item(pick.row, pick.epoch)
-    with seeded(seed, pick):
+    with seeded(seed, pick.epoch, pick.row):
         return dataset.item(pick.row, pick.epoch)
-
-
-@contextmanager
-def seeded(seed: int, pick: Pick) -> Iterator[None]:
-    """Seed the random numbers that a sample may draw by what it is, not by who reads it; afterwards as before."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = derive_seed(seed, pick.epoch, pick.row)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number % 2**63)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
