@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, read_sample
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.register import data_register
-from mindspeed_mm.tasks.data import preview, stats
+from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.export.export import notes_on_media
-from mindspeed_mm.tasks.requests.data import DataPreviewRequest, DataStatsRequest
+from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_processors import build_processor
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -328,3 +329,26 @@ def test_b_a_plugin_keeps_the_pixel_bounds_of_a_single_picture(folder: Path) -> 
 def test_b_a_plugin_of_qwens_patches_refuses_another_processor() -> None:
     with pytest.raises(ConfigError, match=r"QwenVLPlugin is for .* LlavaProcessor does not\. .*from ProcessorPlugin"):
         QwenVLPlugin(build_processor("llava"), PreprocessParameters())
+
+
+def test_c_whatever_a_data_set_raises_is_a_bad_row_that_may_be_skipped(folder: Path) -> None:
+    """As `mm data check` says of it: a broken picture that the plugin opens itself is no DataError."""
+    failing = DICE.replace(
+        "        ids = ", "        if index == 5:\n            raise OSError('cut short')\n        ids = "
+    )
+    (folder / "my_plugins" / "dice_dataset.py").write_text(failing)
+    words = ["training.plugin=[my_plugins/dice_dataset.py]", "data.dataset_param.dataset_type=dice"]
+    skips = [f"{BASIC}.on_bad_sample=skip", f"{BASIC}.max_bad_fraction=0.2"]
+
+    def trained_on(*given: str) -> set[str]:
+        loader = open_data(Path("run.yaml"), [*words, *given]).loader()
+        return {name for step in islice(loader, 4) for batch in step for name in batch["sample_ids"]}
+
+    assert trained_on(*skips) == {f"dice:{index}" for index in range(8)} - {"dice:5"}
+    with pytest.raises(DataError, match=r"^dice:5  the data set failed: OSError: cut short\. .*dice_dataset\.py:21"):
+        trained_on()
+    fault = check.run(DataCheckRequest(Path("run.yaml"), words)).bad[0].fault
+    assert fault is not None and (fault.kind, fault.what) == (
+        "the data set failed",
+        "the data set failed: OSError: cut short",
+    )
