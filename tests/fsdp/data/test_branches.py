@@ -280,8 +280,8 @@ def test_c_what_a_conversation_draws_is_of_row_and_epoch(folder: Path) -> None:
     assert [Measurer(dataset, seed).size(row).tokens for row in range(4)] == first[:4]
     assert random.getstate() == before
     assert [row["answers"][0]["tokens"] for row in preview_of(*words, rows=(0, 1, 2, 3))["shown"]] == first[:4]
-    other = open_data(Path("run.yaml"), (*words, f"training.seed={seed + 1}")).dataset
-    assert [other.measure(row).tokens for row in range(4)] != first[:4]
+    other = Measurer(open_data(Path("run.yaml"), (*words, f"training.seed={seed + 1}")).dataset, seed)
+    assert [other.size(row).tokens for row in range(4)] != first[:4]
 
 
 NOISY = """
@@ -347,7 +347,7 @@ def test_c_whatever_a_data_set_raises_is_a_bad_row_that_may_be_skipped(folder: P
     assert trained_on(*skips) == {f"dice:{index}" for index in range(8)} - {"dice:5"}
     with pytest.raises(DataError, match=r"^dice:5  the data set failed: OSError: cut short\. .*dice_dataset\.py:21"):
         trained_on()
-    fault = check.run(DataCheckRequest(Path("run.yaml"), words)).bad[0].fault
+    fault = check.run(DataCheckRequest(Path("run.yaml"), tuple(words))).bad[0].fault
     assert fault is not None and (fault.kind, fault.what) == (
         "the data set failed",
         "the data set failed: OSError: cut short",
