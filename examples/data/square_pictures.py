@@ -16,7 +16,6 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import GenericCollator, reg
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
-from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import build_image_grid
 from mindspeed_mm.fsdp.data.data_utils.template import register_template
 
 # A template is Jinja, run in a sandbox. It gets `messages` and `add_generation_prompt`; the mask follows from what it
@@ -46,11 +45,6 @@ class SquarePictures(QwenVLPlugin):
     The name is that of the processor's class. What is said here of pictures, the plugin says twice: `encode_image` of
     the pixels, `measure` of the header, so that lengths are known before a file is decoded.
     """
-
-    def __init__(self, processor: Any, preprocess: Any) -> None:
-        grid = build_image_grid(processor, preprocess)
-        assert grid is not None, "a Qwen-VL processor cuts pictures into a grid"
-        super().__init__(processor, preprocess, grid)
 
     def encode_image(self, image: Image.Image) -> Any:
         """Pad, then as ever."""

@@ -216,6 +216,8 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
         dataset.on_bad_sample = basic.on_bad_sample
     if dataset.max_bad_fraction == MMDataset.max_bad_fraction:
         dataset.max_bad_fraction = basic.max_bad_fraction
+    if dataset.is_deterministic and not _says_so_itself(dataset.origin):
+        dataset.is_deterministic = False
     if dataset.basic_parameters is not MMDataset.basic_parameters:
         return
     if basic.packs and dataset.collate_fn is not None:
@@ -226,6 +228,14 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
             "collate_fn makes one row of all its samples, set self.basic_parameters = basic_param in the data set.",
         )
     dataset.basic_parameters = basic
+
+
+def _says_so_itself(origin: Any) -> bool:
+    """Whether a plugin's data set declares `is_deterministic`. One that it inherits is of the built-in class, which
+    does not know what the plugin's code draws."""
+    if not isinstance(origin, MMDataset):
+        return True  # it inherits none
+    return "is_deterministic" in {**vars(type(origin)), **vars(origin)}
 
 
 def _make(dataset_param: DatasetParam) -> Any:

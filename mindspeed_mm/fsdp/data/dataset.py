@@ -45,7 +45,8 @@ class MMDataset:
     cuts_documents: bool = False
     """Samples longer than `cutoff_len` are documents, and training takes them in pieces: see `document_pieces`."""
     is_deterministic: bool = False
-    """Reading a sample draws no random numbers, so none are seeded for it."""
+    """Reading a sample draws no random numbers, so none are seeded for it. A plugin's class does not inherit this from
+    a built-in one: it may draw, unless it says so itself."""
     basic_parameters: BasicParameters = BasicParameters()
     """Packing, shares of a mixture, `cutoff_len` and encoding ahead are read of it."""
     parts: Sequence[Part] = ()

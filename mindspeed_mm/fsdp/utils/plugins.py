@@ -164,7 +164,8 @@ def place_within(owner: type, error: BaseException) -> str:
     """`file.py:12`: the last line that an exception went through of the files of a class and of those it derives from,
     torch's left out; its very last line where it met none of them."""
     classes = [each for each in owner.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
-    frames, files = traceback.extract_tb(error.__traceback__), set(map(inspect.getfile, classes))
+    frames = traceback.extract_tb(error.__traceback__)
+    files = {getattr(sys.modules.get(each.__module__), "__file__", None) for each in classes}  # none in a notebook
     last = next((frame for frame in reversed(frames) if frame.filename in files), frames[-1])
     return f"{Path(last.filename).name}:{last.lineno}"
 

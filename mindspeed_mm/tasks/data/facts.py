@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, Sampl
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLength, CaptionLengths
 from mindspeed_mm.tasks.data.collated import as_pair, tokens_of
-from mindspeed_mm.tasks.data.faults import RowFault, fault_of, fault_of_length
+from mindspeed_mm.tasks.data.faults import FAILED, RowFault, fault_of, fault_of_length
 
 _HASH_BYTES = 8
 
@@ -239,7 +239,7 @@ class RowLook:
         except MMError as error:
             facts.fault = fault_of(error)
         except Exception as error:  # noqa: BLE001 (a plugin's data set is foreign code: whatever it raises is the row's)
-            facts.fault = RowFault("the data set failed", f"{type(error).__name__}: {error}")
+            facts.fault = RowFault(FAILED, f"{type(error).__name__}: {error}")
         return facts
 
     def _describe(self, facts: RowFacts, index: int) -> Sample | None:

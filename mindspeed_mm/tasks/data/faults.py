@@ -9,9 +9,11 @@ from mindspeed_mm.core.errors import DataError, MMError, Problem
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 
 TOO_LONG = "too long"
+FAILED = "the data set failed"
 _TELLING_CHARACTERS = 300
 
 _KINDS: tuple[tuple[str, str], ...] = (
+    (FAILED, rf"^{FAILED}"),
     ("false declarations", r"the row declares"),
     ("marked rows", r"takes the whole row out of training|marks the answer as a bad one"),
     ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),

@@ -208,10 +208,6 @@ def _show_row(
         row.media = _media(dataset, index, encoded)
     except MMError as error:
         row.fault = str(error)
-    except Exception as error:  # a plugin's data set is foreign code: whatever it raises is the row's
-        if dataset.has_rows:
-            raise
-        row.fault = f"the data set failed: {type(error).__name__}: {error}"
     return row
 
 

@@ -191,10 +191,13 @@ class TestBadSamples:
         assert not {*range(0, 50, 5)} & set(names_in(steps))
 
     def test_a_data_set_of_nothing_usable_is_an_error(self) -> None:
-        with pytest.raises(DataError, match=r"10 samples cannot be used, and too few remain; the first: .*is broken"):
+        with pytest.raises(DataError, match=r"10 samples cannot be used, and none remains; the first: .*is broken"):
             next(iter(loader(Texts([9] * 10, bad=range(10), **{**self.KEYS, "max_bad_fraction": 1.0}))))
         with pytest.raises(DataError, match="has 3 samples, which do not fill the 4 micro-batches"):
             next(iter(loader(Texts([9] * 3, **PACKED), accumulation=4, drop_last=True)))
+        some_bad = Texts([9] * 3, bad=[1], **PACKED | {"on_bad_sample": "skip", "max_bad_fraction": 1.0})
+        with pytest.raises(DataError, match=r"of a step, and 1 of them cannot be used; .*Set drop_last: false"):
+            next(iter(loader(some_bad, accumulation=4, drop_last=True)))
 
 
 class TestLeftOver:

@@ -4,10 +4,12 @@ set (C). The plugins are those of `examples/data`, copied into another folder. Y
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,18 @@ from PIL import Image
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import DATA_COLLATOR
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, read_sample
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.register import data_register
-from mindspeed_mm.tasks.data import preview, stats
+from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.export.export import notes_on_media
-from mindspeed_mm.tasks.requests.data import DataPreviewRequest, DataStatsRequest
+from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
+from tests.helpers.tiny_processors import build_processor
 from tests.helpers.tiny_run import make_tiny_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
@@ -241,3 +248,107 @@ def test_c_rows_of_another_layout(folder: Path) -> None:
     with pytest.raises(DataError, match=told):
         dataset[1]
     assert dataset.row_notes() == []  # the log of a start, which looks at the first rows
+
+
+DRAWN = """
+import random
+
+from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
+from mindspeed_mm.fsdp.utils.register import data_register
+
+
+@data_register.register("drawn")
+class Drawn(Qwen2VLDataset):
+    def conversation(self, index):
+        asked = "w" * random.randint(1, 1000)
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "x"}]}
+"""
+
+
+def test_c_what_a_conversation_draws_is_of_row_and_epoch(folder: Path) -> None:
+    """The built-in class draws nothing, and a class derived from it may: else a resume trains on other samples."""
+    (folder / "my_plugins" / "drawn_dataset.py").write_text(DRAWN)
+    words = ("training.plugin=[my_plugins/drawn_dataset.py]", "data.dataset_param.dataset_type=drawn")
+    data = open_data(Path("run.yaml"), words)
+    dataset, seed = data.dataset, data.arguments.training.seed
+    picks = [Pick(epoch, row) for epoch in (0, 1) for row in range(4)]
+    first, again = ([len(read_sample(dataset, pick, seed)["input_ids"]) for pick in picks] for _ in range(2))
+    assert first == again
+    assert first[:4] != first[4:]
+    # Who measures, checks or shows a row is told of the first epoch, and leaves the process's own numbers alone.
+    before = random.getstate()
+    assert [Measurer(dataset, seed).size(row).tokens for row in range(4)] == first[:4]
+    assert random.getstate() == before
+    assert [row["answers"][0]["tokens"] for row in preview_of(*words, rows=(0, 1, 2, 3))["shown"]] == first[:4]
+    other = Measurer(open_data(Path("run.yaml"), (*words, f"training.seed={seed + 1}")).dataset, seed)
+    assert [other.size(row).tokens for row in range(4)] != first[:4]
+
+
+NOISY = """
+import random
+
+from PIL import Image
+
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
+
+
+@register_mm_plugin("Qwen3VLProcessor")
+class Turned(QwenVLPlugin):
+    def __init__(self, processor, preprocess):
+        super().__init__(processor, preprocess)
+
+    def encode_image(self, image):
+        return super().encode_image(Image.new("RGB", image.size, (random.randint(0, 255), 0, 0)))
+"""
+
+
+def test_b_what_a_media_plugin_draws_is_of_row_and_epoch(folder: Path) -> None:
+    (folder / "my_plugins" / "noisy_media.py").write_text(NOISY)
+    data = open_data(Path("run.yaml"), ["training.plugin=[my_plugins/noisy_media.py]"])
+
+    def red(epoch: int) -> int:
+        sample = read_sample(data.dataset, Pick(epoch, 0), data.arguments.training.seed)
+        return int(sample["media"][0].tensors["patches"].max())
+
+    assert red(0) == red(0)
+    assert len({red(epoch) for epoch in range(4)}) > 1
+
+
+def test_b_a_plugin_keeps_the_pixel_bounds_of_a_single_picture(folder: Path) -> None:
+    """The plugin is made anew with them, as it was made: from a processor and its settings."""
+    asked = [{"type": "image", "image": "images/0_0.png", "max_pixels": 256}, {"type": "text", "text": "?"}]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "x"}]
+    (folder / "bounded.jsonl").write_text(2 * (json.dumps({"messages": turns}) + "\n"))
+    (folder / "my_plugins" / "noisy_media.py").write_text(NOISY)
+    words = ["training.plugin=[my_plugins/noisy_media.py]", f"{BASIC}.dataset=bounded.jsonl"]
+    (row,) = preview_of(*words, rows=(0,))["shown"]
+    assert (row["fault"], row["media"][0]["tokens"]) == (None, 1)
+
+
+def test_b_a_plugin_of_qwens_patches_refuses_another_processor() -> None:
+    with pytest.raises(ConfigError, match=r"QwenVLPlugin is for .* LlavaProcessor does not\. .*from ProcessorPlugin"):
+        QwenVLPlugin(build_processor("llava"), PreprocessParameters())
+
+
+def test_c_whatever_a_data_set_raises_is_a_bad_row_that_may_be_skipped(folder: Path) -> None:
+    """As `mm data check` says of it: a broken picture that the plugin opens itself is no DataError."""
+    failing = DICE.replace(
+        "        ids = ", "        if index == 5:\n            raise OSError('cut short')\n        ids = "
+    )
+    (folder / "my_plugins" / "dice_dataset.py").write_text(failing)
+    words = ["training.plugin=[my_plugins/dice_dataset.py]", "data.dataset_param.dataset_type=dice"]
+    skips = [f"{BASIC}.on_bad_sample=skip", f"{BASIC}.max_bad_fraction=0.2"]
+
+    def trained_on(*given: str) -> set[str]:
+        loader = open_data(Path("run.yaml"), [*words, *given]).loader()
+        return {name for step in islice(loader, 4) for batch in step for name in batch["sample_ids"]}
+
+    assert trained_on(*skips) == {f"dice:{index}" for index in range(8)} - {"dice:5"}
+    with pytest.raises(DataError, match=r"^dice:5  the data set failed: OSError: cut short\. .*dice_dataset\.py:21"):
+        trained_on()
+    fault = check.run(DataCheckRequest(Path("run.yaml"), tuple(words))).bad[0].fault
+    assert fault is not None and (fault.kind, fault.what) == (
+        "the data set failed",
+        "the data set failed: OSError: cut short",
+    )

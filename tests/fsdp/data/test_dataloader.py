@@ -260,14 +260,14 @@ class TestWorkers:
             signal.signal(signal.SIGCHLD, handler)
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_bug_in_a_plugin_names_the_samples_and_shows_the_line(self, workers: int) -> None:
+    def test_a_bug_in_a_plugin_names_the_sample_and_the_line(self, workers: int) -> None:
         def act(index: int) -> None:
             if index == 3:
                 raise KeyError("pixels")
 
-        with pytest.raises(DataError, match="KeyError: 'pixels', while preparing 2, 3") as caught:
+        told = r"^3  the data set failed: KeyError: 'pixels'\. .* the code at test_dataloader\.py:\d+"
+        with pytest.raises(DataError, match=told):
             list(islice(loader(Numbers(40, act), workers=workers, shuffle=False), 20))
-        assert 'raise KeyError("pixels")' in str(caught.value)
 
     def test_workers_outlive_signals_to_the_group_and_end_with_the_loader(self) -> None:
         def act(index: int) -> int:

@@ -239,13 +239,18 @@ class BufferedOrder(Order):
             left_out = ()
 
     def _too_little(self, buffer: _Buffer) -> DataError:
-        if buffer.left_out:
-            first = buffer.left_out[0][1]
-            return DataError(f"{len(buffer.left_out)} samples cannot be used, and too few remain; the first: {first}")
+        bad, first = len(buffer.left_out), ""
+        if bad:
+            first = f"; the first: {buffer.left_out[0][1]}"
+        if not buffer.picks and bad:
+            return DataError(f"{bad} samples cannot be used, and none remains{first}")
         of_size = ""
         if self.shape.kind != "rows":
             of_size = f" of {self.shape.tokens:,} tokens"
-        return too_few(self._sampler.size or 0, f"which do not fill the {self._count} micro-batches{of_size} of a step")
+        why = f"which do not fill the {self._count} micro-batches{of_size} of a step"
+        if bad:
+            why += f", and {bad} of them cannot be used{first}"
+        return too_few(self._sampler.size or 0, why)
 
 
 _AtEnd = Literal["drop", "run on", "stop"]

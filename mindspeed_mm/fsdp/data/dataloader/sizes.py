@@ -7,7 +7,6 @@ find the same. What a row will cost is measured before it is encoded, in this pr
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +14,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import DataError, told_as
-from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.core.errors import DataError, MMError, told_as
+from mindspeed_mm.fsdp.data.data_utils.drawn import seeded
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import token_arrays
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.side_process import SideJob, SideProcess
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _UNKNOWN, _UNUSABLE = -1, -2
 _FEWEST_ROWS = 1024
@@ -258,25 +257,18 @@ def read_sample(dataset: MMDataset, pick: Pick, seed: int) -> Any:
     """The sample of an epoch as training reads it: the random numbers that it draws depend on nothing else.
 
     Raises:
-        DataError: It cannot be used.
+        DataError: It cannot be used; whatever a data set from outside raises says so.
     """
-    if dataset.is_deterministic:
-        return dataset.item(pick.row, pick.epoch)
-    with seeded(seed, pick):
-        return dataset.item(pick.row, pick.epoch)
-
-
-@contextmanager
-def seeded(seed: int, pick: Pick) -> Iterator[None]:
-    """Seed the random numbers that a sample may draw by what it is, not by who reads it; afterwards as before."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = derive_seed(seed, pick.epoch, pick.row)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number % 2**63)
     try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
+        if dataset.is_deterministic:
+            return dataset.item(pick.row, pick.epoch)
+        with seeded(seed, pick.epoch, pick.row):
+            return dataset.item(pick.row, pick.epoch)
+    except Exception as error:
+        if dataset.has_rows or isinstance(error, MMError | MemoryError):
+            raise
+        raise DataError(
+            f"the data set failed: {type(error).__name__}: {error}",
+            where=str(dataset.place(pick.row)),
+            way_out=f"Correct the sample, or the code at {place_within(type(dataset.origin), error)}.",
+        ) from error

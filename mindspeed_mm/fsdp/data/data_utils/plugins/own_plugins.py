@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, tells_replacements
@@ -40,11 +41,23 @@ class QwenVLPlugin(ProcessorPlugin):
     Args:
         processor: The model's processor.
         preprocess: `preprocess_parameters`.
-        grid: How its image processor sizes and cuts pictures.
+        grid: How its image processor sizes and cuts pictures; None: it is asked.
+
+    Raises:
+        ConfigError: The image processor cuts pictures in another way.
     """
 
-    def __init__(self, processor: Processor, preprocess: Any, grid: PatchGrid) -> None:
+    def __init__(self, processor: Processor, preprocess: Any, grid: PatchGrid | None = None) -> None:
         super().__init__(processor, preprocess)
+        if grid is None:
+            grid = build_image_grid(processor, preprocess)
+        if grid is None:
+            raise ConfigError(
+                f"{type(self).__name__} is for processors that cut pictures as Qwen-VL's do, and "
+                f"{type(processor).__name__} does not",
+                key="training.plugin",
+                way_out="Derive the media plugin from ProcessorPlugin.",
+            )
         self._image_grid = grid
         self._video_grid = None
         if "video" in self.placeholders:
@@ -53,11 +66,6 @@ class QwenVLPlugin(ProcessorPlugin):
         inputs = setting_of(processor, Sequence, "model_input_names") or ()
         self._seconds_key = next((key for key in _SECONDS_KEYS if key in inputs), None)
         self._is_run = self._video_grid is not None and self._is_run_of_tokens(self._video_grid)
-
-    def _rebuilt(self, preprocess: PreprocessParameters) -> ProcessorPlugin:
-        grid = build_image_grid(self._processor, preprocess)
-        assert grid is not None  # there is one already
-        return type(self)(self._processor, preprocess, grid)
 
     def image_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width at which the model sees a picture of this size. Raises `DataError` for one it refuses."""

@@ -114,11 +114,8 @@ class ProcessorPlugin:
         """The same plugin with other keys of `preprocess_parameters` for the sizes of media."""
         key = tuple(sorted(bounds.items()))
         if key not in self._within:
-            self._within[key] = self._rebuilt(self._preprocess.model_copy(update=dict(bounds)))
+            self._within[key] = type(self)(self._processor, self._preprocess.model_copy(update=dict(bounds)))
         return self._within[key]
-
-    def _rebuilt(self, preprocess: PreprocessParameters) -> ProcessorPlugin:
-        return type(self)(self._processor, preprocess)
 
     def among(self, pictures: int) -> ProcessorPlugin:
         """The plugin that shows a picture as the processor shows it in a row of so many.

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
+from mindspeed_mm.fsdp.data.data_utils.drawn import seeded
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS, build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
@@ -81,6 +82,8 @@ class Qwen2VLDataset(MMDataset):
     """Media in the model's turns are answers."""
     own_columns: frozenset[str] = frozenset()
     """Columns that a data set reads beside those of a conversation."""
+    _draw_seed, _draw_epoch = 0, 0
+    """Of what `conversation` draws; who asks for no epoch is told of the first."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -145,7 +148,7 @@ class Qwen2VLDataset(MMDataset):
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
         place = self._rows.place(index)
-        with _placed(type(self), place):
+        with _placed(type(self), place), self._drawing(index):
             row = self.conversation(index)
         if self._is_text:
             return convert_text(row, place)
@@ -163,12 +166,30 @@ class Qwen2VLDataset(MMDataset):
             sample = with_media_beside(sample, str(folder.absolute()))
         return self._with_boxes(sample)
 
+    @override
+    def item(self, index: int, epoch: int) -> Any:
+        self._draw_epoch = epoch
+        try:
+            return self[index]
+        finally:
+            self._draw_epoch = 0
+
+    @override
+    def draw_captions(self, seed: int) -> None:
+        self._draw_seed = seed
+
+    def _drawing(self, index: int) -> AbstractContextManager[None]:
+        """Seeds what `conversation` draws for row `index`, so that all who ask for the row in an epoch get the same."""
+        if self.is_deterministic:
+            return contextlib.nullcontext()
+        return seeded(self._draw_seed, self._draw_epoch, index)
+
     def conversation(self, index: int) -> JsonObject:
         """Row `index` in a layout that `attr` can tell of.
 
         A data set of rows of another layout overrides this: what it returns is a row like those of files, with its
-        questions, answers and media; the rest is as ever. It may raise `DataError` for a row that cannot be used, and
-        what else it raises is reported as one.
+        questions, answers and media; the rest is as ever. It may draw random numbers, which are those of the row and
+        the epoch. It may raise `DataError` for a row that cannot be used, and what else it raises is reported as one.
         """
         row: JsonObject = self._rows.row(index)
         return row
@@ -304,6 +325,8 @@ class Qwen2VLDataset(MMDataset):
         check_trained_with(Path(preprocess.model_name_or_path), reads_rows_itself=False)
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
+        if type(self.processor).__name__ in MM_PLUGINS:  # code from outside may draw
+            self.is_deterministic = False
         if not self._is_text:
             self.template = build_template(self.processor, basic)
             self.template.check_end()
