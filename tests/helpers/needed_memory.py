@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ruamel.yaml import YAML
 
 from mindspeed_mm.core.batch import NO_CODE, Batch
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -22,7 +21,7 @@ from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.tasks.models.first_yaml import ROOM, merged, smallest
 from mindspeed_mm.tasks.models.start import DEVICES_GIB
 from mindspeed_mm.tasks.requests.init import Method
-from tests.helpers.released_examples import RELEASED, as_trained, releases
+from tests.helpers.released_examples import RELEASED, as_trained, generators, releases, write_vae
 from tests.helpers.released_rows import ROWS, Row
 
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -31,8 +30,6 @@ _LEAST_BYTES: dict[Method, float] = {"full": 16, "lora": 2, "qlora": 0.5}
 _EXPERTS = re.compile(r'"(num_experts|num_local_experts|n_routed_experts)": [1-9]')
 _TOKENS = 2048
 """Tokens of a row of text."""
-_VAE_OF = {"bagel": "black-forest-labs/FLUX.1-dev", "internvlu": "Qwen/Qwen-Image"}
-"""Of families that answer and draw: the release whose VAE theirs is."""
 _FPS, _SAMPLES_PER_S = 24.0, 16_000
 _SIDE = 1024
 """Pixels of a picture along a side, where the smallest YAML bounds their area."""
@@ -81,7 +78,7 @@ def asked_of(card: ModelCard, hub: str, method: Method, folder: Path) -> tuple[A
 def with_record(card: ModelCard) -> Iterator[str]:
     """Releases of a family whose configuration is recorded."""
     for hub in card.released:
-        if hub in _names_of_generators() if card.generates else _record_name(hub) in _records():
+        if hub in _names_ofgenerators() if card.generates else _record_name(hub) in _records():
             yield hub
 
 
@@ -97,12 +94,9 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
             config = merged(row.base(config), row.both)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        if card.name in _VAE_OF:
-            (folder / "vae").mkdir(exist_ok=True)
-            vae = _generators()[_VAE_OF[card.name]]["vae"]
-            (folder / "vae" / "config.json").write_text(json.dumps(vae), encoding="utf-8")
+        write_vae(card.name, folder)
         return
-    record = _generators()[hub]
+    record = generators()[hub]
     scheduler: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
     if record["pipeline"].startswith("CogVideoX"):
         scheduler = {"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}
@@ -134,15 +128,9 @@ def _records() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _names_of_generators() -> set[str]:
+def _names_ofgenerators() -> set[str]:
     """Tests are collected by these names; parsing all that is recorded takes half a second in every worker."""
     return set(re.findall(r"(?m)^- release: (\S+)$", (RELEASED / "generators.yaml").read_text(encoding="utf-8")))
-
-
-@cache
-def _generators() -> dict[str, dict[str, Any]]:
-    records = YAML(typ="safe").load((RELEASED / "generators.yaml").read_text(encoding="utf-8"))
-    return {record["release"]: record for record in records}
 
 
 def _row(card: ModelCard, config: dict[str, Any]) -> Batch:

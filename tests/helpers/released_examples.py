@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from ruamel.yaml import YAML
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASED = ROOT / "tests" / "released"
 PROMISE = re.compile(r"# (?P<model>.+), (?P<task>.+): (?P<devices>\d+) devices of (?P<gigabytes>\d+) GB\.")
+VAE_OF = {"bagel": "black-forest-labs/FLUX.1-dev", "internvlu": "Qwen/Qwen-Image"}
+"""Of families that answer and draw: the release whose VAE theirs is."""
 PICTURE_SHARE = 0.5
 """Of the tokens of a micro-batch, those that stand for pictures."""
 
@@ -69,10 +73,15 @@ class Example:
         assert found is not None, self.name
         return found[1]
 
+    @cached_property
+    def family(self) -> str:
+        """What the YAML names as `model.model_id`, else empty."""
+        return load_config(self.path).arguments.model.model_id or ""
+
     def released(self) -> dict[str, Any]:
         """What is recorded of the released size."""
-        found = releases()
-        return found[self.hub_name] if self.hub_name in found else found[re.sub("-(bf16|hf|HF)$", "", self.hub_name)]
+        found, name = releases(), self.hub_name
+        return found[name] if name in found else found[re.sub("-(bf16|hf|HF|one)$", "", name)]
 
     def arguments(self, folder: Path, *overrides: str) -> Arguments:
         """The configuration with the released one's `config.json` in place of its folder.
@@ -84,6 +93,7 @@ class Example:
         folder.mkdir(parents=True, exist_ok=True)
         config = as_trained(self.released()["config"])
         (folder / "config.json").write_text(json.dumps(config))
+        write_vae(self.family, folder)
         own = [f"model.model_name_or_path={folder}", "model.train_from_scratch=true", "training.save=null"]
         return load_with_plugins(self.path, [*own, *overrides]).arguments
 
@@ -108,6 +118,21 @@ def releases() -> dict[str, dict[str, Any]]:
     """Last part of a hub name → what is recorded of the size."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RELEASED.glob("*.json")]
     return {record["hub"].rpartition("/")[2]: record for record in found}
+
+
+@cache
+def generators() -> dict[str, dict[str, Any]]:
+    """Hub name → what is recorded of a generator."""
+    records = YAML(typ="safe").load((RELEASED / "generators.yaml").read_text(encoding="utf-8"))
+    return {record["release"]: record for record in records}
+
+
+def write_vae(family: str, folder: Path) -> None:
+    """The configuration of the VAE of a family that answers and draws; nothing for other families."""
+    if family in VAE_OF:
+        (folder / "vae").mkdir(exist_ok=True)
+        vae = generators()[VAE_OF[family]]["vae"]
+        (folder / "vae" / "config.json").write_text(json.dumps(vae), encoding="utf-8")
 
 
 def as_trained(config: dict[str, Any]) -> dict[str, Any]:
