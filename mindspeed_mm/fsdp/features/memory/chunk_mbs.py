@@ -84,6 +84,9 @@ class SlicedForward:
         self._forward: Forward = module.forward
         self._name = name
         self._plan = plan
+        self._places, self._names = frozenset(plan.chunk_arg_indexs), frozenset(plan.chunk_kwarg_names)
+        """As sets: dynamo, which traces this where blocks are compiled, takes numbers in lists for variables when sizes
+        are, and then finds no place among them."""
         parameters = list(inspect.signature(type(module).forward).parameters)[1:]
         self._by_name = {parameters[place] for place in plan.chunk_arg_indexs if place < len(parameters)}
         """Arguments given by place, should the caller give them by name."""
@@ -127,10 +130,10 @@ class SlicedForward:
         """What is to be sliced."""
         sliced: dict[Key, object] = {}
         for place, value in enumerate(args):
-            if place in self._plan.chunk_arg_indexs:
+            if place in self._places:
                 sliced[place] = value
         for name, value in kwargs.items():
-            if name in self._plan.chunk_kwarg_names or name in self._by_name:
+            if name in self._names or name in self._by_name:
                 sliced[name] = value
         return sliced
 
