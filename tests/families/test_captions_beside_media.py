@@ -12,8 +12,10 @@ from tests.families.test_generators import make_run
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import smaller_pictures
 
+CASES = [("qwen_image_edit", "<|image_pad|>"), pytest.param("hunyuan_video_i2v", "<image>", marks=pytest.mark.slow)]
 
-@pytest.mark.parametrize(("name", "mark"), [("qwen_image_edit", "<|image_pad|>"), ("hunyuan_video_i2v", "<image>")])
+
+@pytest.mark.parametrize(("name", "mark"), CASES)
 def test_a_mark_of_media_in_a_caption_is_told_with_its_row(name: str, mark: str, tmp_path: Path) -> None:
     """The processor looks for a second picture, or the model counts the marks."""
     yaml, rows = make_run(name, tmp_path), tmp_path / "rows.jsonl"
