@@ -17,7 +17,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.core.errors import CheckpointError, DataError, MachineError, ModelFolderError
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -113,14 +113,24 @@ def test_long_captions_are_cut(made: Path) -> None:
     assert torch.equal(cut, short) and not torch.equal(cut, whole)
 
 
-def test_marks_of_media_in_captions_are_refused(made: Path) -> None:
-    """The processor would look for a picture that the mark names. Captions are measured all the same."""
+@pytest.mark.parametrize("source", [None, picture()], ids=TASKS)
+def test_special_tokens_in_captions_are_text(source: Image.Image | None, made: Path) -> None:
+    """No further picture is looked for, and no token of the caption is a mark. Captions are measured all the same."""
+    from mindspeed_mm.fsdp.models.ming_draw.pipeline_ming_draw import as_read
+
     pipeline, adapter = exact_parts(str(made)), find_adapter(made)
-    for mark in ("<image>", "<imagePatch>", "</audio>"):
-        with pytest.raises(DataError, match=f"the caption 'a {mark}' holds {mark}"):
-            pipeline.encode_prompt([f"a {mark}"])
+    processor, tokenizer = pipeline.tokenizer, pipeline.tokenizer.tokenizer
+    without = as_read(processor, "a b", source, 64)
+    for mark in ("<image>", "<imagePatch>", "</audio>", "<role>", tokenizer.eos_token):
+        read, known = as_read(processor, f"a {mark} b", source, 64), tokenizer.convert_tokens_to_ids(mark)
+        ids, kinds = read["input_ids"], read["mm_token_type_ids"]
+        assert (ids == known).sum() == (without["input_ids"] == known).sum(), mark
+        assert tokenizer.decode(ids[0]).endswith(f"a {mark} b<role>ASSISTANT</role>")
+        assert kinds.shape == ids.shape and kinds.sum() == without["mm_token_type_ids"].sum()
+    (said,) = pipeline.encode_prompt(["a <image> b"], source)
+    assert said.isfinite().all()
     plain, marked = CaptionLengths(adapter, pipeline.components)(["a fox", "a fox <image>"])
-    assert marked.tokens == plain.tokens + len(pipeline.tokenizer.tokenizer(" <image>").input_ids)
+    assert marked.tokens == plain.tokens + len(tokenizer(" <image>").input_ids)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

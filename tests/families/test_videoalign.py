@@ -344,13 +344,14 @@ def test_a_choice_that_is_no_word_is_told(run: Path, tmp_path: Path) -> None:
         built_rows(run, path)[0]
 
 
-def test_rows_without_columns_of_choices_are_refused(run: Path, tmp_path: Path) -> None:
-    """Empty choices are invalid, and count with a loss of 0: a table whose columns have other names would train
-    nothing."""
-    path, row = tmp_path / "rows.jsonl", rows_of(run)[0]
-    path.write_text(json.dumps({name.lower() if name in DIMENSIONS else name: row[name] for name in row}))
-    with pytest.raises(DataError, match=r"rows.jsonl:1  has none of the columns VQ, MQ, TA"):
-        built_rows(run, path)[0]
+@pytest.mark.parametrize("names", [DIMENSIONS, ("TA",)])
+def test_rows_without_a_column_of_choices_are_refused(run: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
+    """An empty choice has a loss of 0, so a column of another name would train nothing. No video is opened before."""
+    path, row = tmp_path / "rows.jsonl", rows_of(run)[0] | {"path_A": "gone.mp4"}
+    path.write_text(json.dumps({name.lower() if name in names else name: row[name] for name in row}))
+    for read in (RewardVideoDataset.__getitem__, RewardVideoDataset.measure):
+        with pytest.raises(DataError, match=rf"rows.jsonl:1  {names[0]}  is no column of the row"):
+            read(built_rows(run, path), 0)
 
 
 def test_special_tokens_in_captions_are_text(run: Path) -> None:
@@ -524,7 +525,11 @@ def test_what_is_no_clip_and_what_is_no_model_of_rewards_is_told(run: Path, rewa
         reward(Judged(["one"], [[Image.new("RGB", (32, 32))] * 4], [{}]))
     with pytest.raises(MMError, match="is not VideoAlign's model"):
         build_reward("videoalign", 1.0, {"path": str(run.parent / "model")})
-    for settings, says in (({"weights": {"XQ": 1}}, "'XQ' is not one of"), ({"norm_param": {"VQ_mean": 1}}, "VQ: ")):
+    norm = dict.fromkeys((f"{name}_{kind}" for name in DIMENSIONS for kind in ("mean", "std")), 1.0)
+    for settings, says in (
+        ({"weights": {"XQ": 1}}, "'XQ' is not one of"), ({"norm_param": norm | {"MQ_mean": math.nan}}, "MQ: "),
+        ({"norm_param": {"VQ_mean": 1}}, "VQ: "), ({"fps": 0}, "0 is no rate"), ({"batch_size": 0}, "0 is below 1"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             build_reward("videoalign", 1.0, {"path": str(reward_folder), **settings})
 

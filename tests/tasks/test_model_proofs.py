@@ -7,6 +7,7 @@ import ast
 import gc
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,6 +213,31 @@ def test_a_row_of_post_training_has_its_proof_and_a_fault_that_it_sees(row: str)
 def test_every_card_names_tests_that_can_fail() -> None:
     for card in catalogue.families():
         assert [(test, wrong) for test in proofs(card) if (wrong := wrong_with(test))] == [], card.name
+
+
+def words_in(given: object) -> Iterator[str]:
+    """All texts in lists and tuples; what pytest.param makes is a tuple."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from words_in(each)
+
+
+def cases_of(test: str) -> set[str]:
+    """Words that a test, told as file::function, is parametrized with."""
+    file, _, function = test.partition("::")
+    module = import_module(file.removesuffix(".py").replace("/", "."))
+    marks = [mark for mark in getattr(getattr(module, function), "pytestmark", ()) if mark.name == "parametrize"]
+    return {word for mark in marks for word in words_in([*mark.args[1], mark.kwargs.get("ids")])}
+
+
+def test_the_cases_that_a_card_names_are_those_of_its_test() -> None:
+    for card in catalogue.families():
+        for told in (*card.proven.values(), *card.tasks.values()):
+            test, _, named = told.partition(" [")
+            if named:
+                assert set(named.removesuffix("]").split(", ")) - cases_of(test) == set(), (card.name, told)
 
 
 SPOILT = '''

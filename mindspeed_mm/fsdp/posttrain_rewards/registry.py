@@ -128,11 +128,8 @@ class Reward:
         except (MMError, MemoryError, torch.OutOfMemoryError):  # the run tells what took the memory
             raise
         except Exception as error:  # of a function of the user's, or of settings that it cannot work with
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._wrong(
-                f"failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})",
-                f"It was given {self._given(judged)}; repair it, or its settings.",
-            ) from error
+            way_out = f"It was given {self._given(judged)}; repair it, or its settings."
+            raise self._wrong(f"failed: {_with_place(error)}", way_out) from error
 
     def _columns(self, judged: Judged) -> dict[str, Sequence[Any]]:
         """What is judged and columns of the rows, under the names that a judge has for them."""
@@ -181,6 +178,11 @@ class Reward:
         return DataError(f"the reward '{self.name}' {what}", key=KEY, way_out=way_out)
 
 
+def _with_place(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+
+
 def _as_float(score: Real) -> float:
     try:
         return float(score)
@@ -211,11 +213,17 @@ def build_reward(
         key: Of its entry, under which it tells errors.
 
     Raises:
-        ConfigError: There is none, or it does not take these keywords.
+        ConfigError: There is none, or it does not take these keywords or their values.
     """
     made, options = reward_register.get(name), dict(options or {})
     _check_options(name, made, options)
-    judge: Judge = made(**options) if isinstance(made, type) else partial(made, **options)
+    try:
+        judge: Judge = made(**options) if isinstance(made, type) else partial(made, **options)
+    except (MMError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a class of the user's, or of settings that it cannot work with
+        what, way_out = f"the reward '{name}' cannot be built: {_with_place(error)}", "Repair it, or its settings."
+        raise ConfigError(what, key=KEY, way_out=way_out) from error
     _check_call(name, judge)
     return Reward(name, weight, judge, _extra_of(judge), key)
 

@@ -4,6 +4,7 @@ and how well it fits its prompt."""
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,7 @@ class VideoScorer:
 
     Raises:
         ModelFolderError: The folder is of another model, or names no means and deviations.
-        ConfigError: `norm_param` lacks one, or a deviation is not above 0.
+        ConfigError: `norm_param` lacks one, a deviation is not above 0, or `batch_size` is not.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class VideoScorer:
     ) -> None:
         self._folder, self._batch_size, self._device = Path(path), batch_size, device
         self._dtype, self._root = getattr(torch, dtype), Path(root)
+        if batch_size < 1:
+            raise ConfigError(f"{batch_size} is below 1", key=f"{_SETTINGS}.batch_size", way_out="Set 1 or more.")
         where = self._folder / "config.json"
         config = read_json_object(where, ModelFolderError, key=f"{_SETTINGS}.path")
         if _CLASS not in (config.get("architectures") or ()):
@@ -169,6 +172,8 @@ class VideoAlignReward(VideoScorer):
     ) -> None:
         super().__init__(path, norm, norm_param, batch_size, dtype, device)
         self._fps, self._weights = fps, dict(OVERALL if weights is None else weights)
+        if fps is not None and not 0 < fps < math.inf:
+            raise ConfigError(f"{fps} is no rate", key=f"{_SETTINGS}.fps", way_out="Set frames a second, above 0.")
         if unknown := sorted(self._weights.keys() - set(DIMENSIONS)):
             what, way_out = f"'{unknown[0]}' is not one of {', '.join(DIMENSIONS)}", "Correct the name."
             raise ConfigError(what, key=f"{_SETTINGS}.weights", way_out=way_out)
@@ -215,7 +220,7 @@ def _means_and_deviations(given: object, where: str) -> dict[str, tuple[float, f
     found = {}
     for name in DIMENSIONS:
         pair = [given.get(f"{name}_{kind}") for kind in ("mean", "std")]
-        if not all(isinstance(value, int | float) for value in pair) or pair[1] <= 0:  # type: ignore[operator]
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in pair) or pair[1] <= 0:  # type: ignore[operator]
             raise ConfigError(f"{name}: {pair} are no mean and deviation", where=where, key=key, way_out=way_out)
         found[name] = (float(pair[0]), float(pair[1]))  # type: ignore[arg-type]
     return found

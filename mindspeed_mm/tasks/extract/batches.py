@@ -22,7 +22,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths, read_beside
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
@@ -235,7 +235,7 @@ class BatchEncoder:
                     tensors[tensor_name(stem, name, view=view)] = each
             if reads_media:
                 first_views = {name: views[:1] for name, views in batch.pixels[at].items()}
-                texts = self.encode_captions(record.captions, first_views)
+                texts = self.encode_captions(record.captions, first_views, record.place)
             for number, caption in _own_captions(record):
                 for name, value in texts[caption].items():
                     # two rows may share a caption, and safetensors refuses tensors that share memory
@@ -258,13 +258,17 @@ class BatchEncoder:
         return self.encode_captions(captions)
 
     def encode_captions(
-        self, captions: Sequence[str], media: Mapping[str, torch.Tensor] | None = None
+        self, captions: Sequence[str], media: Mapping[str, torch.Tensor] | None = None, place: str = ""
     ) -> dict[str, TextFeatures]:
         """Caption → its features, without padding and batch axis.
 
         Args:
             captions: Each is encoded once.
             media: Of the sample that they are read together with.
+            place: Of that sample, for messages.
+
+        Raises:
+            DataError: A caption cannot be read together with the media.
         """
         texts: dict[str, TextFeatures] = {}
         distinct = list(dict.fromkeys(captions))
@@ -274,7 +278,7 @@ class BatchEncoder:
                 if media is None:
                     encoded = self._adapter.encode_text(self._pipeline, some)
                 else:
-                    encoded = self._adapter.encode_text_beside(self._pipeline, some, media)
+                    encoded = [read_beside(self._adapter, self._pipeline, each, media, place) for each in some]
                 for caption, features in zip(some, encoded, strict=True):
                     texts[caption] = _moved_to_host(features)
         return texts

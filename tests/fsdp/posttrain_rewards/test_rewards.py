@@ -186,6 +186,21 @@ def test_a_reward_that_fails_is_named() -> None:
         scored("jpeg_size", ["a"])
 
 
+def test_a_reward_that_fails_while_it_is_built_is_named() -> None:
+    """`mm check` builds all rewards: what a class makes of its settings is told as a problem of the configuration."""
+
+    class Half:
+        def __init__(self, share: float) -> None:
+            self.inverse = 1 / share
+
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> list[float]:
+            return [self.inverse for _ in completions]
+
+    told = r"the reward 'half' cannot be built: ZeroDivisionError: .*test_rewards\.py:\d+"
+    with registered("half", Half), pytest.raises(ConfigError, match=told):
+        build_reward("half", 1.0, {"share": 0})
+
+
 def test_a_reward_that_runs_out_of_memory_is_left_to_the_run() -> None:
     def full(prompts: Any, completions: Any, rows: Any) -> list[float]:
         raise torch.OutOfMemoryError("full")

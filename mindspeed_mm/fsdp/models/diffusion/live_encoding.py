@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonMapping
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
@@ -71,7 +72,7 @@ class LiveEncoder:
     def _text(self, caption: str, media: Mapping[str, torch.Tensor]) -> TextFeatures:
         if self._adapter.task in self._adapter.text_reads_media:
             self._warn_of_length(caption)
-            (features,) = self._adapter.encode_text_beside(self._pipeline, [caption], media)
+            features = read_beside(self._adapter, self._pipeline, caption, media)
             return {key: value.cpu() for key, value in features.items()}
         if caption not in self._texts:
             self._warn_of_length(caption)
@@ -94,6 +95,34 @@ class LiveEncoder:
                 "of such captions is cut off. mm data check counts them",
                 stacklevel=2,
             )
+
+
+def read_beside(
+    adapter: DiffusionAdapter,
+    pipeline: DiffusionPipeline,
+    caption: str,
+    media: Mapping[str, torch.Tensor],
+    place: str = "",
+) -> TextFeatures:
+    """Features of a caption that the text encoder reads together with media.
+
+    Args:
+        adapter: The family.
+        pipeline: From `components.load_encoders`.
+        caption: Of the sample.
+        media: Of the sample, by their roles.
+        place: Of the row, where it is known.
+
+    Raises:
+        DataError: It cannot be read, for it holds a mark of media that is not there.
+    """
+    try:
+        (features,) = adapter.encode_text_beside(pipeline, [caption], media)
+    except (StopIteration, ValueError, IndexError) as error:  # of what looks for the medium, or counts its tokens
+        what = f"the caption '{caption:.80}' cannot be read beside its media: {type(error).__name__} {error}".rstrip()
+        way_out = "Take marks of media out of it, or drop the row."
+        raise DataError(what, where=place, key="prompt", way_out=way_out) from error
+    return features
 
 
 class CaptionLength(NamedTuple):

@@ -163,8 +163,7 @@ class BailingMMProcessor(ProcessorMixin):
     ) -> None:
         known = tokenizer.get_vocab()
         marks = [mark for kind in _PATCHES for mark in (f"<{kind}>", f"</{kind}>")]
-        self.marks = tuple(dict.fromkeys((*marks, *_PATCHES.values())))
-        for mark in self.marks:
+        for mark in (*marks, *_PATCHES.values()):
             if mark not in known:
                 raise ValueError(f"the tokenizer has no token {mark}")
         self.image_token, self.video_token, self.audio_token = (f"<{kind}>" for kind in _PATCHES)

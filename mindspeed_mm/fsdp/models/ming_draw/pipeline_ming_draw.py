@@ -22,7 +22,6 @@ from PIL import Image
 from torch import nn
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.models.behaviour.shared_media import with_media
 from mindspeed_mm.fsdp.models.ming.language_ming import IMAGE
@@ -99,32 +98,30 @@ def condition(reader: MingReader, queries: MingQueries, connector: Any, read: di
 
 
 def as_read(processor: Any, caption: str, picture: object | None, longest: int) -> dict[str, torch.Tensor]:
-    """What the processor makes of a caption, as a person's turn that an answer follows.
+    """What the processor makes of a caption, as a person's turn that an answer follows. Special tokens in the caption,
+    marks of media among them, are text.
 
     Args:
         processor: Of the model.
         caption: At most `longest` tokens of it are read.
         picture: In front of the caption; None: there is none.
         longest: Tokens.
-
-    Raises:
-        DataError: The caption holds a mark that stands for media.
     """
-    for mark in processor.marks:
-        if mark in caption:
-            what = f"the caption '{caption:.80}' holds {mark}, which stands for media"
-            raise DataError(what, key="prompt", way_out="Leave it out.")
-    tokens = processor.tokenizer(caption, add_special_tokens=False)["input_ids"]
-    if len(tokens) > longest:
-        caption = processor.tokenizer.decode(tokens[:longest])
-    content: list[JsonObject] = [{"type": "text", "text": caption}]
+    content: list[JsonObject] = []
     pictures: dict[str, Any] = {}
     if picture is not None:
-        content.insert(0, {"type": "image"})
+        content.append({"type": "image"})
         pictures["images"] = [picture]
-    turn = {"role": "user", "content": content}
-    text = processor.apply_chat_template([turn], chat_template=CHAT_TEMPLATE, add_generation_prompt=True)
-    return dict(processor(text=[text], return_tensors="pt", **pictures))
+    turn = [{"role": "user", "content": content}]
+    before = processor.apply_chat_template(turn, chat_template=CHAT_TEMPLATE)
+    whole = processor.apply_chat_template(turn, chat_template=CHAT_TEMPLATE, add_generation_prompt=True)
+    read = dict(processor(text=[before], return_tensors="pt", **pictures))
+    words = processor.tokenizer(caption, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    behind = processor.tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]
+    said = [*words[:longest], *behind]
+    read["input_ids"] = torch.cat([read["input_ids"], torch.tensor([said])], dim=1)
+    read["mm_token_type_ids"] = F.pad(read["mm_token_type_ids"], (0, len(said)))
+    return read
 
 
 class MingDrawPipeline(DiffusionPipeline):  # type: ignore[misc]

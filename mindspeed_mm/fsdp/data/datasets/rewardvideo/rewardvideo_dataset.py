@@ -87,9 +87,10 @@ class RewardVideoDataset(MMDataset):
             TooLongError: A question does not fit `cutoff_len`.
         """
         place, found = self.place(index), {}
+        preferences = self._choices(self._numbers[index])  # first: it opens no video
         for side, (video, caption) in self._asked(index).items():
             found[side] = self.questions.encode(video, caption, place)
-        return {"sample_id": str(place), "preferences": self._choices(self._numbers[index]), **found}
+        return {"sample_id": str(place), "preferences": preferences, **found}
 
     @override
     def place(self, index: int) -> RowLocation:
@@ -143,18 +144,17 @@ class RewardVideoDataset(MMDataset):
 
     def _choices(self, number: int) -> list[int]:
         """What row `number` says of each dimension: 1 for A, -1 for B, 0 for a tie, else `INVALID`."""
-        row, found = self._rows.row(number), []
-        if row.keys().isdisjoint(DIMENSIONS):
-            what = f"has none of the columns {', '.join(DIMENSIONS)}, so that it would teach nothing"
-            way_out = "Give the choices under these names."
-            raise DataError(what, where=str(self._rows.place(number)), way_out=way_out)
+        row, place, found = self._rows.row(number), str(self._rows.place(number)), []
         for name in DIMENSIONS:
-            said = row.get(name)
+            if name not in row:
+                way_out = "Give the choices under this name; it is empty where there is none."
+                raise DataError("is no column of the row", where=place, key=name, way_out=way_out)
+            said = row[name]
             if said in (None, ""):
                 said = "invalid"
             if not isinstance(said, str) or said not in _CHOICES:
                 what = f"{said!r:.80} is not one of {', '.join(_CHOICES)}"
-                raise DataError(what, where=str(self._rows.place(number)), key=name, way_out=_REPAIR)
+                raise DataError(what, where=place, key=name, way_out=_REPAIR)
             found.append(_CHOICES[said])
         return found
 
