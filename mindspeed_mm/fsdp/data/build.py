@@ -199,7 +199,7 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
             if dataset_param.dataset_type not in dataset_cards():
                 _follow_configuration(dataset, basic)
     # To cut documents their lengths are needed, so they are encoded once where there is a place to keep them.
-    keeps = train.cuts_documents and can_keep_samples(basic)
+    keeps = train.cuts_documents and train.is_deterministic and can_keep_samples(basic)
     if not encode_ahead or (basic.preprocess_on_fly and not keeps):
         return train, validation
     encoded = None if validation is None else encoded_up_front(validation, dataset_param)
