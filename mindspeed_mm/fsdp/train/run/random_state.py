@@ -27,7 +27,7 @@ def capture_rng() -> dict[str, torch.Tensor]:
         "python": torch.tensor([version, *internal], dtype=torch.int64),
         "numpy": torch.tensor([*np.asarray(keys, dtype=np.int64), position], dtype=torch.int64),
         "python_gauss": _kept(pythons_next is not None, pythons_next),
-        "numpy_gauss": _kept(bool(has_next), numpys_next),
+        "numpy_gauss": _kept(bool(has_next), float(numpys_next)),
         **{f"torch_{name}": state.clone() for name, state in device.rng_state().items()},
     }
 
