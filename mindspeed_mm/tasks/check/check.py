@@ -292,7 +292,7 @@ class _Check:
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
         from mindspeed_mm.fsdp.plan.speed_facts import describe_choices
-        from mindspeed_mm.tasks.check.model import check_critic, check_reference, check_stored_weights
+        from mindspeed_mm.tasks.check.model import check_critic, check_reference, check_weights_and_names
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -306,7 +306,7 @@ class _Check:
             self.result.notes.append(facts.attention.install)
         if added is not None and added.known:
             self.result.warnings.append(f"model.add_tokens: {added}")
-        errors.attempt(check_stored_weights, self.outline, arguments.model, arguments.training)
+        errors.attempt(check_weights_and_names, self.outline, arguments.model, arguments.training)
         try:
             self.plan = resolve_plan(self.outline, arguments, self._sizes(), errors=errors)
         except MMError:
