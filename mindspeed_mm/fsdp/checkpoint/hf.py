@@ -211,12 +211,16 @@ def check_complete(expected: Collection[str], made: Collection[str], source: Pat
     )
 
 
-def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def folder_tensors(
+    model: nn.Module, stored: Mapping[str, LazyTensor], trained: Collection[str] = ()
+) -> dict[str, LazyTensor]:
     """A folder's tensors under a model's own names, each once.
 
     Args:
         model: From `ModelHub.build`. As with `remember_layout`, the way back is noted on it.
         stored: From `open_base`.
+        trained: What was trained whole beside adapters and takes its place in the model: it need not be stored, as the
+            new head of a model that started from another one's folder is not.
 
     Raises:
         ModelFolderError: Weights of the model are not stored.
@@ -226,7 +230,7 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
     # A shared weight may be stored under several of its names: the one that is no alias counts.
     held = {aliases[name]: tensor for name, tensor in made.items() if name in aliases}
     held |= {name: tensor for name, tensor in made.items() if name in own and name not in aliases}
-    missing = sorted(own - held.keys() - aliases.keys(), key=natural_order)
+    missing = sorted(own - held.keys() - aliases.keys() - set(trained), key=natural_order)
     if missing:
         raise ModelFolderError(
             f"{len(missing)} weights of the model are not stored. Among them:",

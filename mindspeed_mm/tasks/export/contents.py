@@ -342,11 +342,12 @@ def _merged(
         )
     lora = facts_of(adapted).lora
     assert lora is not None
+    whole = {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
     frozen = stored_adapters(lora.frozen)
     weights = weights_folder(outline, base)
     with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
         # the base lacks the rows of tokens that the run added
-        tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
+        tensors = with_new_rows(outline, folder_tensors(outline, stored, whole), weights)
         expected = remember_layout(outline, weights)
         for name, packing in packings_of(adapted).items():
             kept = tensors[name]
@@ -354,10 +355,7 @@ def _merged(
         own = deltas_of_run(lora, trained, outline)
         added = [(each.deltas, 1.0) for each in under]
         merge_into(tensors, [*added, (own, 1.0)], dtype)
-        # last: weights that were trained whole take the base's place
-        for name, tensor in trained.items():
-            if not is_adapter_weight(name):
-                tensors[name] = tensor
+        tensors |= whole  # last: they take the base's place
         yield complete(outline, tensors, expected, weights, stored)
 
 
