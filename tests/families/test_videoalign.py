@@ -310,21 +310,6 @@ def test_adapters_resume_to_the_bit_and_merge_to_a_folder_that_scores(run: Path,
     assert math.isfinite(score)
 
 
-@pytest.mark.slow
-def test_adapters_on_a_plain_qwen2_vl_merge_to_a_folder_that_scores(run: Path, tmp_path: Path) -> None:
-    """Its folder has no head of scores: the one that was trained stands in the merged folder."""
-    lora = ("training.lora.enable=true", "training.lora.rank=2", "training.lora.modules_to_save=[rm_head]")
-    train(run, tmp_path / "run", *lora, "training.train_iters=1")
-    said = mm("export", tmp_path / "run", tmp_path / "merged", "--merge")
-    assert said.code == 0, said.err
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == ["Qwen2VLRewardModelBT"]
-    settings = {"path": str(tmp_path / "merged"), "norm": False, "dtype": "float32", "fps": 4}
-    (score,) = build_reward("videoalign", 1.0, settings)(
-        Judged(["a"], [decoded(run.parent / "rows" / "0_A.mp4")], [{}])
-    )
-    assert math.isfinite(score)
-
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
