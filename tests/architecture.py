@@ -65,7 +65,6 @@ KEPT_APART = {
         "tasks.serve.passing_on",
         "tasks.serve.speaking",
     ),
-    "one module a group of sections; the other one is the list of rules": ("fsdp.params.rules.model",),
     "one module an optimizer; the other one chooses": ("fsdp.optimizer.lion", "fsdp.optimizer.muon"),
     "the order of a commit, of which each line matters when a process is killed, is read alone": (
         "fsdp.checkpoint.commit",

@@ -39,7 +39,10 @@ def command(request: CheckRequest) -> None:
         options=request.start,
     )
     if request.as_json:
-        findings = [{"stage": f.stage, "exit_code": f.exit_code, **asdict(f.problem)} for f in result.findings]
+        findings = [
+            {"stage": f.stage, "exit_code": f.exit_code, "headline": f.headline, **asdict(f.problem)}
+            for f in result.findings
+        ]
         content = {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
         say_json(content, indent=2)
     else:
@@ -52,7 +55,12 @@ def _as_text(result: task.CheckResult) -> str:
     lines = [f"{result.path}: ok"]
     if problems:
         lines = [count_problems(result.path, problems)]
-        lines += _each("  ", align(problems))
+        told = ""
+        for finding, line in zip(result.findings, align(problems), strict=True):
+            if finding.headline not in ("", told):
+                lines.append(f"  {finding.headline}")
+            told = finding.headline
+            lines.append(f"  {line}")
     lines += _each("  warning: ", result.warnings)
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")

@@ -35,8 +35,10 @@ def parse_json(
         ValueError: It is not JSON or not text, is nested too deeply, or holds half a character or a number that is too
             large for a float.
     """
-    # only escapes can make half a character of valid text, and looking for one costs a second pass
-    escape: Any = "\\u" if isinstance(text, str) else b"\\u"
+    if not isinstance(text, str):
+        text = _decoded(text)
+    elif not text.isascii() and has_lone_surrogate(text):
+        raise ValueError(f"it holds {HALF_CHARACTER}")
     constant = _not_finite if finite else None
     try:
         value = json.loads(
@@ -44,9 +46,19 @@ def parse_json(
         )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if escape in text and has_lone_surrogate(value):
+    # only escapes can make half a character of valid text, and looking for one costs a second pass
+    if "\\u" in text and has_lone_surrogate(value):
         raise ValueError(f"it holds {HALF_CHARACTER}")
     return value
+
+
+def _decoded(content: bytes) -> str:
+    """In the encoding that JSON's first bytes tell. `json.loads` would let the bytes of half a character pass."""
+    encoding = json.detect_encoding(content)
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not {encoding.upper()} text: {error.reason} at byte {error.start}") from error
 
 
 def whole_number(text: str) -> int:

@@ -8,18 +8,14 @@ names one (`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`, except `NO_PROXY`), and nev
 from __future__ import annotations
 
 import base64
-import functools
 import ipaddress
 import json
 import os
 import re
-import socket
-import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
@@ -27,16 +23,15 @@ from urllib.request import getproxies_environment, proxy_bypass_environment  # t
 import httpcore2
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.outbound_words import message_in, one_line, phrase_of, read_json, reason_words
 from mindspeed_mm.core.redaction import REDACTED, remember_secrets, without_secrets
+from mindspeed_mm.core.timed_connection import RequestClock, TimedBackend, trusted_certificates
 
 T = TypeVar("T")
 
 CHECK_S = 5.0
 """Deadline of a request that only asks whether a server is there."""
 MOST_BYTES = 64 << 20
-_LONGEST_MESSAGE = 300
-_WRITTEN_AT_ONCE = 1 << 14
 _UNFIT = re.compile(r"[^\x20-\x7e\t]")
 """What no header may hold."""
 _WRONG_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
@@ -209,7 +204,7 @@ class Server:
             return read(value)
         except _WRONG_ANSWER as error:
             shown = one_line(json.dumps(value, ensure_ascii=False))[:120]
-            raise self.failed(f"gives another answer than expected: {_reason_words(error)}, in {shown}") from error
+            raise self.failed(f"gives another answer than expected: {reason_words(error)}, in {shown}") from error
 
     @contextmanager
     def stream(
@@ -226,7 +221,7 @@ class Server:
         Raises:
             OutboundError: See `ask`; also while the body is read.
         """
-        clock = _Clock(self.limits)
+        clock = RequestClock(self.limits.total_s, self.limits.silence_s)
         body = None
         if content is not None:
             body = json.dumps(content).encode()
@@ -234,10 +229,10 @@ class Server:
         with ExitStack() as held:
             with self._failures():
                 pool = httpcore2.ConnectionPool(
-                    ssl_context=_trust() if self._parts.scheme == "https" else None,
+                    ssl_context=trusted_certificates() if self._parts.scheme == "https" else None,
                     proxy=self._proxy(),
                     max_connections=1,
-                    network_backend=_TimedBackend(clock),
+                    network_backend=TimedBackend(clock),
                 )
                 held.enter_context(pool)
                 headers = self._sent_headers(body)
@@ -256,7 +251,7 @@ class Server:
 
     def refusal(self, reply: Reply) -> str:
         """What an answer with an error status says is wrong, on one line."""
-        return f"refuses ({reply.status}): {_message_in(reply.body) or _phrase(reply.status)}"
+        return f"refuses ({reply.status}): {message_in(reply.body) or phrase_of(reply.status)}"
 
     @property
     def shown(self) -> str:
@@ -360,20 +355,18 @@ class Server:
                 f"cannot be reached: no connection within {self.limits.total_s:g} s", Unreachable
             ) from error
         except httpcore2.ConnectError as error:
-            raise self.failed(f"cannot be reached: {_reason_words(error)}", Unreachable) from error
+            raise self.failed(f"cannot be reached: {reason_words(error)}", Unreachable) from error
         except httpcore2.TimeoutException as error:
             what = f"did not answer within {self.limits.total_s:g} s"
             if self.limits.silence_s is not None:
                 what += f", or was silent for {self.limits.silence_s:g} s"
             raise self.failed(what) from error
         except httpcore2.ProxyError as error:
-            raise self.failed(
-                f"is not reached: the proxy of the environment refuses: {_reason_words(error)}"
-            ) from error
+            raise self.failed(f"is not reached: the proxy of the environment refuses: {reason_words(error)}") from error
         except (httpcore2.LocalProtocolError, httpcore2.UnsupportedProtocol) as error:
             raise self.failed("cannot be sent this request") from error
         except (httpcore2.ProtocolError, httpcore2.NetworkError, OSError) as error:
-            raise self.failed(f"did not answer in full: {_reason_words(error)}") from error
+            raise self.failed(f"did not answer in full: {reason_words(error)}") from error
 
 
 def key_header(variable: str | None, option: str, header: str = "Authorization") -> dict[str, str]:
@@ -398,54 +391,6 @@ def key_header(variable: str | None, option: str, header: str = "Authorization")
     return {header: key}
 
 
-def read_json(data: bytes) -> Any:
-    """The value of a JSON text from elsewhere.
-
-    Raises:
-        ValueError: It is not JSON or not UTF-8, nested too deeply, or holds a number that is not finite or half a
-            character.
-    """
-    return parse_json(data, finite=True)
-
-
-def one_line(text: str) -> str:
-    """A text of a stranger for a message: on one line, not too long."""
-    return " ".join(text.split())[:_LONGEST_MESSAGE]
-
-
-def _message_in(body: bytes) -> str:
-    """What an error's body says, in the forms of OpenAI's interface and of FastAPI; else its text, if it is no page."""
-    try:
-        found = read_json(body)
-    except ValueError:
-        text = one_line(body[: 4 * _LONGEST_MESSAGE].decode(errors="replace"))
-        if text.startswith("<"):  # a page of a proxy
-            return ""
-        return text
-    for name in ("error", "detail", "message"):
-        if isinstance(found, dict) and found.get(name):
-            found = found[name]
-    if not isinstance(found, str):
-        found = json.dumps(found, ensure_ascii=False)
-    return one_line(found)
-
-
-def _phrase(status: int) -> str:
-    if status in set(HTTPStatus):
-        return HTTPStatus(status).phrase
-    return "it does not say why"
-
-
-def _reason_words(error: Exception) -> str:
-    reason = error
-    if error.args and isinstance(error.args[0], Exception):  # httpcore2 wraps the system's error
-        reason = error.args[0]
-    said = getattr(reason, "strerror", None) or str(reason)
-    if isinstance(error, KeyError) or not said:  # the text of a KeyError is the key alone
-        said = f"{type(reason).__name__}: {said}"
-    return one_line(said)
-
-
 def _address_parts(address: str) -> SplitResult | None:
     """The parts of an address of http or https; None for any other text."""
     try:
@@ -464,84 +409,3 @@ def _is_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost" or host.lower().endswith(".localhost")
-
-
-@functools.cache
-def _trust() -> ssl.SSLContext:
-    """The certificates that this machine trusts, or those of `SSL_CERT_FILE`; reading them takes a while."""
-    return httpcore2.default_ssl_context()
-
-
-class _Clock:
-    """What is left of a request's time."""
-
-    def __init__(self, limits: RequestLimits) -> None:
-        self._end_s, self._silence_s = time.monotonic() + limits.total_s, limits.silence_s
-
-    def left_s(self) -> float:
-        """Seconds for the next thing that waits. Raises `httpcore2.ReadTimeout` when none are left."""
-        left_s = self._end_s - time.monotonic()
-        if left_s <= 0:
-            raise httpcore2.ReadTimeout
-        if self._silence_s is None:
-            return left_s
-        return min(left_s, self._silence_s)
-
-
-class _TimedStream(httpcore2.NetworkStream):
-    """A connection whose reads and writes all end at one deadline; the timeouts of libraries hold for single reads."""
-
-    def __init__(self, inner: httpcore2.NetworkStream, clock: _Clock) -> None:
-        self._inner, self._clock = inner, clock
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._inner.read(max_bytes, self._clock.left_s())
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        # in pieces: one long write to a server that reads slowly would outlive the deadline
-        for start in range(0, len(buffer), _WRITTEN_AT_ONCE):
-            self._inner.write(buffer[start : start + _WRITTEN_AT_ONCE], self._clock.left_s())
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore2.NetworkStream:
-        return _TimedStream(self._inner.start_tls(ssl_context, server_hostname, self._clock.left_s()), self._clock)
-
-    def get_extra_info(self, info: str) -> object:
-        return self._inner.get_extra_info(info)
-
-
-class _TimedBackend(httpcore2.NetworkBackend):
-    """Makes such connections to the addresses of a host one after the other, within the same deadline."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore2.NetworkStream:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise httpcore2.ConnectError(error) from error
-        backend, failure = httpcore2.SyncBackend(), httpcore2.ConnectError("its name has no address")
-        for entry in found:
-            try:
-                stream = backend.connect_tcp(str(entry[4][0]), port, self._clock.left_s(), None, socket_options)
-                return _TimedStream(stream, self._clock)
-            except httpcore2.ConnectError as error:
-                failure = error
-        raise failure
-
-
-def is_not_offered(status: int) -> bool:
-    """Whether a server says that it does not have what was asked for."""
-    return status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)

@@ -13,7 +13,8 @@ from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, load_config
-from mindspeed_mm.fsdp.params.yaml.tree import Node, clone, plain
+from mindspeed_mm.fsdp.params.rules.idle import unread_of_training
+from mindspeed_mm.fsdp.params.yaml.tree import Node, clone, plain, take
 from mindspeed_mm.provider import flag_rules, memory_rules, size_rules
 from mindspeed_mm.provider.data_json import put_data
 from mindspeed_mm.provider.flags import FLAGS, by_dest
@@ -138,6 +139,7 @@ def translate(
     # after all files: rules read what files have put
     for rule in RULES:
         rule(reading)
+    _drop_unread(reading)
     _fill_defaults(reading)
     if for_training:
         _check_required(reading)
@@ -198,6 +200,15 @@ def _attempt(reading: Reading, put: Callable[[Reading, Node], None], root: Node)
         put(reading, clone(root))
     except MMError as error:
         reading.draft.problems += error.problems
+
+
+def _drop_unread(reading: Reading) -> None:
+    """Flags of another optimizer, or of another schedule: Megatron accepts them, and a configuration does not."""
+    draft = reading.draft
+    for key, why in unread_of_training(draft.value):
+        entry = take(draft.root, key)
+        if entry is not None:
+            draft.note(f"{entry.node.place} has no effect: {why}.")
 
 
 def _fill_defaults(reading: Reading) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.layout import draft_folder
 from mindspeed_mm.cli.main import run
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, ModelFolderError, Problem
 from mindspeed_mm.fsdp import data
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -220,6 +220,19 @@ def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFi
     assert lines[0] == f"{path}: ok"
     assert lines[1].startswith(f"  warning: {path}:2:12  training.save_steps")
     assert lines[-1] == f"  passed: {', '.join(ALL)}"
+
+
+def test_a_headline_stands_over_its_problems_and_is_none(
+    parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headline, path = "2 weights are not stored. Copy the folder again.", write(tmp_path)
+    parts["model"] = ModelFolderError(headline, problems=[Problem("is missing", key=key) for key in ("a", "b")])
+    assert run(["check", str(path)]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [f"{path}: 2 problems", f"  {headline}", "  a  is missing", "  b  is missing"]
+    assert sum(headline in line for line in lines) == 1
+    result = check.run(path)
+    assert ([problem.key for problem in result.problems], result.headlines) == (["a", "b"], [headline])
 
 
 @pytest.mark.edge("U5")

@@ -22,6 +22,8 @@ BROKEN = {
     "5,000 digits": b'{"row": -' + b"9" * 5000 + b"}",
     "no float": b'{"row": 1e400}',
     "half a character": b'{"row": "\\ud800"}',
+    "its bytes": b'{"row": "\xed\xa0\x80"}',
+    "its bytes in UTF-16": '{"row": "a"}'.encode("utf-16-le").replace(b"a\0", b"\0\xd8"),
 }
 
 
@@ -34,6 +36,17 @@ def test_what_is_no_json_is_a_value_error_and_one_line(content: bytes, tmp_path:
         read_json_object(tmp_path / "config.json", ModelFolderError)
     assert "\n" not in str(caught.value)
     assert not first_line_has("row")(content)
+
+
+def test_a_text_with_half_a_character_is_a_value_error() -> None:
+    """As `os.fsdecode` makes one of a byte that is no UTF-8."""
+    with pytest.raises(ValueError, match="half a character"):
+        parse_json('{"row": "\udcff"}')
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_encodings_of_json_are_read(encoding: str) -> None:
+    assert parse_json('{"row": "é \U0001f600"}'.encode(encoding)) == {"row": "é \U0001f600"}
 
 
 @pytest.mark.parametrize("content", ["NaN", "[-Infinity]"])

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -332,6 +333,16 @@ def test_samples_are_those_of_a_loop_by_hand(task: str, tmp_path: Path) -> None:
             )
         x = x + (now - then) * (said[1] + 3.0 * (said[0] - said[1])).transpose(0, 1)
     torch.testing.assert_close(made[0].double(), x, rtol=1e-4, atol=1e-4)
+    if task == "t2v":
+        several = partial(
+            pipeline, prompt=["a red box", "a cup"], height=SIDE, width=SIDE, num_frames=17,
+            latents=start.repeat(2, 1, 1, 1, 1), num_inference_steps=4, guidance_scale=3.0, output_type="latent",
+            return_dict=False,
+        )  # fmt: skip
+        (alike,) = several(negative_prompt="grain")  # of all prompts
+        torch.testing.assert_close(alike[0], made[0], rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="3 texts for 2 prompts"):
+            several(negative_prompt=["grain"] * 3)
 
 
 LORA = ("training.lora.enable=true", "training.lora.rank=4")

@@ -114,7 +114,7 @@ CASES = {
     "profile_step_start": Case("--profile-step-start 3", "tools.profile.static_param.start_step", 4),
     "profile_step_end": Case("--profile-step-end 13", "tools.profile.static_param.end_step", 14),
     "profile_ranks": Case("--profile-ranks 1 2", "tools.profile.ranks", (1, 2)),
-    "mm_set": Case("--mm-set training.on_nonfinite=skip training.ns_steps=7", "training.ns_steps", 7),
+    "mm_set": Case("--mm-set training.on_nonfinite=skip training.max_skipped_steps=7", "training.max_skipped_steps", 7),
     "optimizer": Case("--optimizer muon", "training.optimizer", "muon"),
     "optimizer_selection": Case("--optimizer-selection fused_ema_adamw", "training.ema.enable", True),
     "weight_decay_exclude_modules": Case(
@@ -220,6 +220,10 @@ def names(kind: str) -> Any:
     return pytest.mark.parametrize("flag", OF_KIND[kind], ids=lambda flag: flag.name)
 
 
+MUONS = {f"training.{name}" for name in ("matched_adamw_rms", "muon_momentum", "ns_steps")}
+"""Keys that no other optimizer reads."""
+
+
 def test_each_flag_does_one_thing() -> None:
     assert sum(map(len, OF_KIND.values())) == len(FLAGS)
     assert len(by_dest()) == len(FLAGS)
@@ -231,11 +235,20 @@ def test_each_flag_does_one_thing() -> None:
 @pytest.mark.edge("R18")
 @names("key")
 def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
-    given = example(flag)
-    arguments = run(words_of(without=flag.key, more=[flag.spellings[0], *given])).arguments
+    given, beside = example(flag), []
+    if flag.key in MUONS:
+        beside = ["--optimizer", "muon"]
+    arguments = run(words_of(without=flag.key, more=[*beside, flag.spellings[0], *given])).arguments
     assert value(arguments, flag.key) == (type(value(arguments, flag.key))(given[0]) if given else True)
     if flag.key not in BASE:
         assert value(plain(), flag.key) != value(arguments, flag.key)
+
+
+def test_flags_of_another_optimizer_have_no_effect() -> None:
+    """Megatron accepts them, and a configuration does not."""
+    found = run(words_of(more=["--muon-momentum", "0.5"]))
+    assert found.arguments == plain()
+    assert "--muon-momentum has no effect: training.optimizer: adamw does not read it." in found.notes
 
 
 @pytest.mark.edge("R18")

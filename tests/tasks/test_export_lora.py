@@ -10,24 +10,27 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.cli.export import command
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.folder_kinds import MARKER
+from mindspeed_mm.fsdp.checkpoint.adapters import merged_tensors
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import OwnSettings
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
 from mindspeed_mm.fsdp.models.lora.names import LoraReport
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents as export_contents
-from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.export import export, merge
 from mindspeed_mm.tasks.model_source import resolve_model
-from mindspeed_mm.tasks.requests.export import ExportRequest
+from mindspeed_mm.tasks.requests.export import ExportRequest, MergeRequest
 from tests.helpers.adapters import FEW, adapted_model, denoised, logits
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -121,6 +124,26 @@ def test_merged_model_keeps_the_layout_and_dtype_of_the_base(language: tuple[Pat
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     assert {key.split(".")[-2] for key in changed} <= {"q_proj", "k_proj", "v_proj", "norm", "embed_tokens"}
     assert len(changed) == 7
+
+
+def test_what_was_trained_whole_need_not_be_in_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the new head of a reward model that started from the folder of a model that answers."""
+    base = make_tiny_qwen3(tmp_path / "base", dtype=torch.bfloat16)
+    run, trained = make_run(tmp_path, base, ["model.norm"], target_modules=list(FEW))
+    whole = load_file(export.run(ExportRequest(run, tmp_path / "whole", merge=True)).folder / "model.safetensors")
+    mark, stored = base_weights_mark(base), load_file(base / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(export_contents, "base_weights_mark", lambda _: mark)
+    merged = export.run(ExportRequest(run, tmp_path / "merged", merge=True, dtype="bf16")).folder
+    adapters = export.run(ExportRequest(run, tmp_path / "adapters")).folder
+    by_files = merge.run(MergeRequest(base, (adapters,), out=tmp_path / "by_files", dtype="bf16")).folder
+    for folder in (merged, by_files):
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    outline = ModelHub.build(ModelArguments.model_validate({"model_name_or_path": str(base)}))
+    with merged_tensors(trained, outline, base) as live:
+        assert live.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("fault", ["alpha ignored", "half of the layers"])

@@ -1,4 +1,4 @@
-"""A plugin's rules of stored names that do not lead back: what is made instead is named."""
+"""A plugin's rules of stored names that do not lead back: what is made instead is named, before training too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors, remember_layout
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.export.contents import complete
 
 prepare_for_transformers()
@@ -54,10 +56,16 @@ def test_what_a_rule_makes_that_does_not_lead_back_is_named(
     conversion_mapping.register_checkpoint_conversion_mapping("joined_for_export", rules, overwrite=True)
     names = {"eye.attn.qkv.weight", "text.attn.wqkv.weight"}
     save_file({name: torch.randn(12, 4) for name in names}, tmp_path / "model.safetensors")
-    model = JoinedAttentions(JoinedConfig())
+    with torch.device("meta"):
+        model = JoinedAttentions(JoinedConfig())
     facts_of(model).conversion_rules = list(conversion_rules(model))
     expected = remember_layout(model, tmp_path)
     assert expected == names
+    monkeypatch.setattr(ModelHub, "build", lambda *_, **__: model)
+    (tmp_path / "run.yaml").write_text(f"model: {{model_name_or_path: {tmp_path}}}\ntraining: {{plugin: [json]}}\n")
+    checked = [each for each in check.run(tmp_path / "run.yaml").findings if each.stage == "module patterns"]
+    assert [each.problem.key for each in checked if "is not made" in each.problem.what] == lost
+    assert all("1 of the weights" in each.headline for each in checked) and bool(checked) == bool(lost)
     if not lost:
         assert complete(model, live_tensors(model), expected, tmp_path, {}).keys() == names
         return

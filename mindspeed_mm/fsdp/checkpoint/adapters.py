@@ -285,12 +285,13 @@ def merged_tensors(model: nn.Module, outline: nn.Module, base: Path) -> Iterator
     lora = facts_of(model).lora
     assert lora is not None
     trained = of_untouched_base(live_tensors(model))
+    whole = {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
     with open_base(outline, base) as stored:
-        tensors = folder_tensors(outline, stored)
+        tensors = folder_tensors(outline, stored, whole)
         remember_layout(outline, base)
         merge_into(tensors, [(deltas_of_run(lora, trained, outline), 1.0)], None)
         # What is trained whole beside the adapters replaces the base's.
-        tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
+        tensors |= whole
         yield with_beside(hub_tensors(outline, tensors), kept_beside(outline, stored))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from mindspeed_mm.checkpoint.keymap import (
 )
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, go_back_as, loading_steps, saving_steps
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, open_base
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -168,12 +168,59 @@ def remember_layout(model: nn.Module, source: Path) -> set[str]:
     return wanted
 
 
-def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def check_leads_back(model: nn.Module, source: Path) -> None:
+    """Raise what an export would where the names of a model's weights do not lead back to those of the folder that it
+    is read from. Nothing is read but the headers of files.
+
+    Args:
+        model: From `ModelHub.build`, without adapters.
+        source: Has weights.
+
+    Raises:
+        ModelFolderError: A weight of the folder would be missing from the export, or written twice.
+    """
+    expected = remember_layout(model, source)
+    own = {name: Zeros(tuple(each.shape), each.dtype) for name, each in model_tensors(model).items()}
+    check_complete(expected, hub_tensors(model, own), source)
+
+
+_OTHER_NAMES = (
+    "If a plugin's rules of stored names make it: turned round, a rule takes every parameter that its second pattern, "
+    "a regular expression, is found in. Write more of the name there and `\\.` for a dot, and export again."
+)
+
+
+def check_complete(expected: Collection[str], made: Collection[str], source: Path) -> None:
+    """Raise `ModelFolderError` when an export lacks names of the folder that it came from.
+
+    Args:
+        expected: From `remember_layout`.
+        made: Names of the export.
+        source: The folder.
+    """
+    lacking = sorted(set(expected) - set(made), key=natural_order)
+    if not lacking:
+        return
+    instead = sorted(set(made) - set(expected), key=natural_order)
+    raise ModelFolderError(
+        f"{len(lacking)} of the weights in {source} would be missing from the export. Among them:",
+        problems=[
+            *first_problems(Problem("is not made", key=key) for key in lacking),
+            *first_problems((Problem("is made instead", key=key, way_out=_OTHER_NAMES) for key in instead), most=1),
+        ],
+    )
+
+
+def folder_tensors(
+    model: nn.Module, stored: Mapping[str, LazyTensor], trained: Collection[str] = ()
+) -> dict[str, LazyTensor]:
     """A folder's tensors under a model's own names, each once.
 
     Args:
         model: From `ModelHub.build`. As with `remember_layout`, the way back is noted on it.
         stored: From `open_base`.
+        trained: What was trained whole beside adapters and takes its place in the model: it need not be stored, as the
+            new head of a model that started from another one's folder is not.
 
     Raises:
         ModelFolderError: Weights of the model are not stored.
@@ -183,7 +230,7 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
     # A shared weight may be stored under several of its names: the one that is no alias counts.
     held = {aliases[name]: tensor for name, tensor in made.items() if name in aliases}
     held |= {name: tensor for name, tensor in made.items() if name in own and name not in aliases}
-    missing = sorted(own - held.keys() - aliases.keys(), key=natural_order)
+    missing = sorted(own - held.keys() - aliases.keys() - set(trained), key=natural_order)
     if missing:
         raise ModelFolderError(
             f"{len(missing)} weights of the model are not stored. Among them:",

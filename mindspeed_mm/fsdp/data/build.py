@@ -199,7 +199,7 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
             if dataset_param.dataset_type not in dataset_cards():
                 _follow_configuration(dataset, basic)
     # To cut documents their lengths are needed, so they are encoded once where there is a place to keep them.
-    keeps = train.cuts_documents and can_keep_samples(basic)
+    keeps = train.cuts_documents and train.is_deterministic and can_keep_samples(basic)
     if not encode_ahead or (basic.preprocess_on_fly and not keeps):
         return train, validation
     encoded = None if validation is None else encoded_up_front(validation, dataset_param)
@@ -216,8 +216,6 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
         dataset.on_bad_sample = basic.on_bad_sample
     if dataset.max_bad_fraction == MMDataset.max_bad_fraction:
         dataset.max_bad_fraction = basic.max_bad_fraction
-    if dataset.is_deterministic and not _says_so_itself(dataset.origin):
-        dataset.is_deterministic = False
     if dataset.basic_parameters is not MMDataset.basic_parameters:
         return
     if basic.packs and dataset.collate_fn is not None:
@@ -228,14 +226,6 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
             "collate_fn makes one row of all its samples, set self.basic_parameters = basic_param in the data set.",
         )
     dataset.basic_parameters = basic
-
-
-def _says_so_itself(origin: Any) -> bool:
-    """Whether a plugin's data set declares `is_deterministic`. One that it inherits is of the built-in class, which
-    does not know what the plugin's code draws."""
-    if not isinstance(origin, MMDataset):
-        return True  # it inherits none
-    return "is_deterministic" in {**vars(type(origin)), **vars(origin)}
 
 
 def _make(dataset_param: DatasetParam) -> Any:

@@ -7,6 +7,7 @@ wrapped once, where it comes in (`as_mm_dataset`), so that no other code has to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -31,6 +32,10 @@ if TYPE_CHECKING:  # annotations only: these import torch and the decoders
     from mindspeed_mm.fsdp.models.diffusion.live_encoding import CaptionLengths
 
 
+_CODE = (FunctionType, staticmethod, classmethod, property)
+"""What a class has where it brings code of its own."""
+
+
 class MMDataset:
     """Samples by number. A data set must have `__len__` and `__getitem__`; every other member has a default."""
 
@@ -45,8 +50,8 @@ class MMDataset:
     cuts_documents: bool = False
     """Samples longer than `cutoff_len` are documents, and training takes them in pieces: see `document_pieces`."""
     is_deterministic: bool = False
-    """Reading a sample draws no random numbers, so none are seeded for it. A plugin's class does not inherit this from
-    a built-in one: it may draw, unless it says so itself."""
+    """Reading a sample draws no random numbers, so none are seeded for it. A class says so of its own code and that of
+    its bases: one that derives from it and has methods of its own says it again, or it is not taken for granted."""
     basic_parameters: BasicParameters = BasicParameters()
     """Packing, shares of a mixture, `cutoff_len` and encoding ahead are read of it."""
     parts: Sequence[Part] = ()
@@ -88,6 +93,15 @@ class MMDataset:
     """Samples are pixels and captions, encoded while training."""
     noted_components: JsonMapping = {}
     """Configurations of components that the model's folder lacks and the features know."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in cls.__mro__:
+            if "is_deterministic" in vars(base):
+                return
+            if any(name != "__init__" and isinstance(member, _CODE) for name, member in vars(base).items()):
+                cls.is_deterministic = False
+                return
 
     def __len__(self) -> int:
         """How many samples there are."""

@@ -46,15 +46,28 @@ class OptimizerFacts:
     """Whether moments stay on the host, and are copied to the device bucket by bucket."""
     for_matrices: bool = False
     """Whether it is for matrices of blocks alone: AdamW updates the rest, and the factors of adapters."""
+    reads: tuple[str, ...] = ()
+    """Keys of `training` that change its updates, and not those of every optimizer."""
 
+
+_OF_ADAMW = ("adam_beta1", "adam_beta2", "adam_eps")
+_OF_MUON = ("muon_momentum", "ns_steps", "matched_adamw_rms")
 
 OPTIMIZERS = {
-    "adamw": OptimizerFacts("AdamW", "adam"),
-    "adamw_swap": OptimizerFacts("AdamW", moments_on_host=True),
-    "muon": OptimizerFacts("Muon", "muon", moments=1, for_matrices=True),
-    "lion": OptimizerFacts("Lion", moments=1),
+    "adamw": OptimizerFacts("AdamW", "adam", reads=_OF_ADAMW),
+    "adamw_swap": OptimizerFacts("AdamW", moments_on_host=True, reads=_OF_ADAMW),
+    "muon": OptimizerFacts("Muon", "muon", moments=1, for_matrices=True, reads=(*_OF_ADAMW, *_OF_MUON)),
+    "lion": OptimizerFacts("Lion", moments=1, reads=("lion_beta1", "lion_beta2")),
 }
 """By their names in `training.optimizer`."""
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("lr_min", "lr_decay_ratio"),
+    "cosine": ("lr_min", "lr_decay_ratio"),
+    "wsd": ("lr_min", "lr_decay_ratio", "lr_wsd_style"),
+}
+"""Values of `training.lr_decay_style` → keys of `training` that shape them, and not every schedule."""
 
 
 def _listed(value: object) -> object:

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from mindspeed_mm.core.errors import MachineError, MMError, UsageError, first_names
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.core.outbound import OutboundError, Reply, RequestLimits, Server, StreamedReply, is_not_offered
+from mindspeed_mm.core.outbound import OutboundError, Reply, RequestLimits, Server, StreamedReply
+from mindspeed_mm.core.outbound_words import is_not_offered
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer

@@ -54,6 +54,8 @@ class Finding:
     stage: str
     problem: Problem
     exit_code: int
+    headline: str = ""
+    """Of several problems that are told together: what they are, and what to do about all of them."""
 
 
 @dataclass
@@ -85,6 +87,11 @@ class CheckResult:
     def problems(self) -> list[Problem]:
         """Everything that is wrong: what, where, under which key, and the way out."""
         return [finding.problem for finding in self.findings]
+
+    @property
+    def headlines(self) -> list[str]:
+        """What stands over problems that are told together, each once."""
+        return list(dict.fromkeys(finding.headline for finding in self.findings if finding.headline))
 
     @property
     def exit_code(self) -> int:
@@ -176,10 +183,9 @@ class _Check:
     def add(self, error: MMError) -> None:
         """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
         problems = list(error.problems if self.read is None else self.read.locate(error.problems))
-        if error.headline and isinstance(error, CheckpointError | ModelFolderError):
-            problems.insert(
-                0, Problem(error.headline)
-            )  # it says what the changes or tensors below it are, and what to do
+        headline = ""
+        if isinstance(error, CheckpointError | ModelFolderError):  # those of others only count
+            headline = error.headline
         known, absent = set(), set()
         for finding in self.result.findings:
             known.add(finding.problem)
@@ -187,7 +193,7 @@ class _Check:
                 absent.add(finding.problem.key)
         for problem in problems:
             if problem not in known and problem.key not in absent:
-                self.result.findings.append(Finding(self.stage, problem, int(error.exit_code)))
+                self.result.findings.append(Finding(self.stage, problem, int(error.exit_code), headline))
         self.failed.add(self.stage)
 
     def configuration(self) -> None:
@@ -286,7 +292,7 @@ class _Check:
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
         from mindspeed_mm.fsdp.plan.speed_facts import describe_choices
-        from mindspeed_mm.tasks.check.model import check_critic, check_reference, check_stored_weights
+        from mindspeed_mm.tasks.check.model import check_critic, check_reference, check_weights_and_names
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -300,7 +306,7 @@ class _Check:
             self.result.notes.append(facts.attention.install)
         if added is not None and added.known:
             self.result.warnings.append(f"model.add_tokens: {added}")
-        errors.attempt(check_stored_weights, self.outline, arguments.model, arguments.training)
+        errors.attempt(check_weights_and_names, self.outline, arguments.model, arguments.training)
         try:
             self.plan = resolve_plan(self.outline, arguments, self._sizes(), errors=errors)
         except MMError:

@@ -9,10 +9,13 @@ from torch import nn
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, told_by_load, weights_folder_of_load
+from mindspeed_mm.fsdp.checkpoint.hf import check_leads_back
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
@@ -58,6 +61,25 @@ def check_stored_weights(outline: Outline, model: ModelArguments, training: Trai
         missing = unexpected = EVERYTHING
     with told_by_load(training.load if told is not None else None):
         check_weights(outline.model, folder, allow_missing=missing, allow_unexpected=unexpected)
+
+
+def check_weights_and_names(outline: Outline, model: ModelArguments, training: TrainingArguments) -> None:
+    """Raise what training would when it loads the weights that a run starts from, and what an export would where a
+    plugin's rules of stored names do not lead back. Those of our own families do.
+
+    Raises:
+        ModelFolderError: See `check_stored_weights`; or weights of the folder would be missing from the export.
+    """
+    check_stored_weights(outline, model, training)
+    if not training.plugin or model.model_name_or_path is None or not _lacks_values(outline.model):
+        return
+    whole = outline.model
+    folder = weights_folder(whole, Path(model.model_name_or_path))
+    if not has_weights(folder):
+        return
+    if facts_of(whole).lora is not None:
+        whole = ModelHub.build(model.model_copy(update={"train_from_scratch": True, "freeze": []}))
+    check_leads_back(whole, folder)
 
 
 def check_reference(arguments: Arguments, policy: nn.Module) -> None:

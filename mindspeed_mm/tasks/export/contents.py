@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
-from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS, LoraFormat
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
@@ -25,9 +24,7 @@ from mindspeed_mm.core.errors import (
     CheckpointError,
     MachineError,
     ModelFolderError,
-    Problem,
     UsageError,
-    first_problems,
 )
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.json_file import JsonObject
@@ -42,7 +39,13 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import (
     weights_folder_of_load,
 )
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
-from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout, with_beside
+from mindspeed_mm.fsdp.checkpoint.hf import (
+    check_complete,
+    folder_tensors,
+    hub_tensors,
+    remember_layout,
+    with_beside,
+)
 from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
 from mindspeed_mm.fsdp.data.data_utils.training_view import WriteView, view_writer
 from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
@@ -339,11 +342,12 @@ def _merged(
         )
     lora = facts_of(adapted).lora
     assert lora is not None
+    whole = {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
     frozen = stored_adapters(lora.frozen)
     weights = weights_folder(outline, base)
     with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
         # the base lacks the rows of tokens that the run added
-        tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
+        tensors = with_new_rows(outline, folder_tensors(outline, stored, whole), weights)
         expected = remember_layout(outline, weights)
         for name, packing in packings_of(adapted).items():
             kept = tensors[name]
@@ -351,21 +355,12 @@ def _merged(
         own = deltas_of_run(lora, trained, outline)
         added = [(each.deltas, 1.0) for each in under]
         merge_into(tensors, [*added, (own, 1.0)], dtype)
-        # last: weights that were trained whole take the base's place
-        for name, tensor in trained.items():
-            if not is_adapter_weight(name):
-                tensors[name] = tensor
+        tensors |= whole  # last: they take the base's place
         yield complete(outline, tensors, expected, weights, stored)
 
 
 def _rounded(packing: QuantizedLayout, read: list[torch.Tensor]) -> torch.Tensor:
     return rounded(read[0], packing)
-
-
-_OTHER_NAMES = (
-    "If a plugin's rules of stored names make it: turned round, a rule takes every parameter that its second pattern, "
-    "a regular expression, is found in. Write more of the name there and `\\.` for a dot, and export again."
-)
 
 
 def complete(
@@ -382,20 +377,7 @@ def complete(
         ModelFolderError: Some would be missing.
     """
     made = hub_tensors(outline, tensors)
-    if lacking := sorted(expected - made.keys(), key=natural_order):
-        raise ModelFolderError(
-            f"{len(lacking)} of the weights in {weights} would be missing from the export. Among them:",
-            problems=[
-                *first_problems(Problem("is not made", key=key) for key in lacking),
-                *first_problems(
-                    (
-                        Problem("is made instead", key=key, way_out=_OTHER_NAMES)
-                        for key in sorted(made.keys() - expected, key=natural_order)
-                    ),
-                    most=1,
-                ),
-            ],
-        )
+    check_complete(expected, made, weights)
     return with_beside(made, kept_beside(outline, stored))
 
 

@@ -78,7 +78,8 @@ def run(request: MergeRequest) -> Merged:
     outline = ModelHub.build(_outline_arguments(base, own_view))
     weights, torch_type = transformer_weights(base), torch_dtype(request.dtype)
     with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
-        tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
+        whole = {name for each in read for name in each.whole}
+        tensors = with_new_rows(outline, folder_tensors(outline, stored, whole), weights)
         expected = remember_layout(outline, weights)
         # modules that files hold whole, before deltas are added to them
         for each in read:

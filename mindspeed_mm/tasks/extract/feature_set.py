@@ -127,6 +127,33 @@ class Encoders:
         return BatchEncoder(self.adapter, pipeline, self._device)
 
 
+def locked_for_work(folder: FeatureFolder, ranks: Ranks) -> AbstractContextManager[None]:
+    """Keep other extractions out of a folder, on the first rank for all.
+
+    Raises:
+        MachineError: Another one is at work there, or nothing can be written.
+    """
+    if not ranks.is_first:
+        return nullcontext()
+    folder.check()  # before the lock is written there
+    return RunFolder(folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
+
+
+def drop_damaged(folder: FeatureFolder, verify: Verification, ranks: Ranks, progress: WorkProgress) -> tuple[str, ...]:
+    """Take away what is damaged, each rank its share, and wait for the others.
+
+    Returns:
+        This rank's files that were taken away.
+    """
+    files = []
+    for error in folder.drop_damaged(verify, ranks.rank, ranks.world_size):
+        problem = error.problems[0]
+        progress.note(f"{problem.where}  {problem.what}: it is extracted again")
+        files.append(problem.where)
+    ranks.gather(None)
+    return tuple(files)
+
+
 class SetExtraction:
     """Makes one feature set.
 
@@ -185,9 +212,9 @@ class SetExtraction:
             MachineError: The folder is in use, cannot be written, or the disk is full.
         """
         began = time.monotonic()
-        with self._lock(), explained(self.folder):
+        with locked_for_work(self.folder, self._ranks), explained(self.folder):
             self._prepare()
-            damaged = self._drop_damaged()
+            damaged = drop_damaged(self.folder, self._options.verify, self._ranks, self._progress)
             self._begin()
             missing = self._find_missing()
             self._ranks.gather(None)  # all have looked before the first one writes
@@ -212,12 +239,6 @@ class SetExtraction:
         )
 
     # --- before the work ---------------------------------------------------------------------------------------------
-
-    def _lock(self) -> AbstractContextManager[None]:
-        if not self._is_first:
-            return nullcontext()
-        self.folder.check()  # before the lock is written there
-        return RunFolder(self.folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
 
     def _prepare(self) -> None:
         """A folder to work in."""
@@ -298,17 +319,6 @@ class SetExtraction:
             component_configs={"vae": self._adapter.component_config("vae")},
             versions={"mindspeed-mm": __version__, **{name: _version(name) for name in _LIBRARIES}},
         )
-
-    def _drop_damaged(self) -> tuple[str, ...]:
-        """Take away what is damaged, each rank its share; names the files."""
-        damaged = self.folder.drop_damaged(self._options.verify, self._ranks.rank, self._ranks.world_size)
-        files = []
-        for error in damaged:
-            problem = error.problems[0]
-            self._progress.note(f"{problem.where}  {problem.what}: it is extracted again")
-            files.append(problem.where)
-        self._ranks.gather(None)
-        return tuple(files)
 
     def _find_missing(self) -> list[WorkBatch]:
         done = self.folder.done()

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, ModelFolderError, StoppedAfterSave
 from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.media_geometry import MediaSize
@@ -40,8 +37,8 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
-from mindspeed_mm.tasks.extract.feature_set import ExtractOptions, ExtractOutcome
-from mindspeed_mm.tasks.extract.limits import FEATURES_KEY, BadRows, room_warning
+from mindspeed_mm.tasks.extract.feature_set import ExtractOptions, ExtractOutcome, drop_damaged, locked_for_work
+from mindspeed_mm.tasks.extract.limits import BadRows, room_warning
 
 _AT_ONCE = 8
 """Pictures of a batch, which a kill loses together, where the command line does not say."""
@@ -111,9 +108,9 @@ class PictureExtraction:
             MachineError: The folder is in use, cannot be written, or the disk is full.
         """
         began = time.monotonic()
-        with self._lock(), explained(self.folder):
+        with locked_for_work(self.folder, self._ranks), explained(self.folder):
             self._prepare()
-            damaged = self._drop_damaged()
+            damaged = drop_damaged(self.folder, self._options.verify, self._ranks, self._progress)
             wanted, unreadable = self._find_pictures()
             known = self._known()
             missing = [picture for key, picture in wanted.items() if key not in known]
@@ -144,12 +141,6 @@ class PictureExtraction:
 
     # --- before the work ---------------------------------------------------------------------------------------------
 
-    def _lock(self) -> AbstractContextManager[None]:
-        if not self._ranks.is_first:
-            return nullcontext()
-        self.folder.check()
-        return RunFolder(self.folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
-
     def _prepare(self) -> None:
         if self._ranks.is_first:
             if self._options.overwrite:
@@ -159,15 +150,6 @@ class PictureExtraction:
                 before = read_description(self.folder.description)
                 check_same_work(before, self._describe({}, before), self.folder.description)
         self._ranks.gather(None)
-
-    def _drop_damaged(self) -> tuple[str, ...]:
-        damaged = self.folder.drop_damaged(self._options.verify, self._ranks.rank, self._ranks.world_size)
-        files = []
-        for error in damaged:
-            self._progress.note(f"{error.problems[0].where}  {error.problems[0].what}: it is extracted again")
-            files.append(error.problems[0].where)
-        self._ranks.gather(None)
-        return tuple(files)
 
     def _find_pictures(self) -> tuple[dict[str, _Picture], list[SkippedRow]]:
         """Pictures of all rows by their keys, each where it comes first; rows that cannot be used."""

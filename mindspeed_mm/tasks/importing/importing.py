@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
+from mindspeed_mm.fsdp.params.rules.idle import unread_of_training
 
 # a module registers its conversions when it is imported
 from mindspeed_mm.tasks.importing import axolotl_rows, generator_adapters, generators, language, preferences, rows  # noqa: F401
@@ -332,6 +333,8 @@ def _finish(draft: PeerSetup) -> None:
             _drop(draft, "training.optimizer", "AdamW trains the factors of adapters", exact=True)
     if out.get("training.lr_warmup_ratio"):
         draft.put("training.lr_warmup_from_start", True, "their first step has the rate 0")
+    for key, why in unread_of_training(out.get):
+        _drop(draft, key, why, exact=True)
     _settle_rate(draft)
     _settle_validation(draft)
     _settle_length(draft)

@@ -413,7 +413,8 @@ def _peak(sections: Mapping[str, object], devices: int, overrides: Sequence[str]
     if result.problems:
         # A problem of a key that an option has set is a problem of the option.
         problems = [replace(problem, key=_OPTIONS.get(problem.key, problem.key)) for problem in result.problems]
-        raise ConfigError(count_problems("the model and its rows", problems), problems=problems)
+        told = [count_problems("the model and its rows", problems), *result.headlines]
+        raise ConfigError("; ".join(told), problems=problems)
     peak = result.predicted_memory.get("peak_bytes")
     if not isinstance(peak, int):
         what = "; ".join(result.warnings) or "the memory of a step cannot be predicted"

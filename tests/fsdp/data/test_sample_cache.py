@@ -221,7 +221,7 @@ class TestReuse:
         elif changed == "package":
             monkeypatch.setattr("mindspeed_mm.fsdp.data.sample_cache.identity._version", lambda name: "0")
         else:
-            monkeypatch.setattr("mindspeed_mm.fsdp.data.sample_cache.identity._code", lambda plugin: "other")
+            monkeypatch.setattr("mindspeed_mm.fsdp.data.sample_cache.identity._code", lambda *_: "other")
         assert name() != before
 
     def test_overwrite_makes_all_again(self, tmp_path: Path, make_rows: Rows, param: Param, encoded: Count) -> None:

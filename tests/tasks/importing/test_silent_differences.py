@@ -225,6 +225,15 @@ def test_the_lowest_rate_is_a_share_of_the_rate_that_the_tool_takes_by_default()
     assert (found["training.lr"], found["training.lr_min"]) == (2e-5, 2e-6)
 
 
+def test_what_the_schedule_or_the_optimizer_does_not_read_is_left_out() -> None:
+    """The tools accept it, and a configuration does not."""
+    command = "trl sft --model_name_or_path m --dataset_name d --lr_scheduler_type constant --lr_scheduler_kwargs "
+    found = importing.run([*command.split(), '{"min_lr": 1e-6}'])
+    (idle,) = (each for each in found.findings if each.word == "lr_scheduler_kwargs")
+    assert (idle.kind, "training.lr_min" in found.values) == ("idle", False)
+    assert idle.note == "training.lr_decay_style: constant does not read it"
+
+
 @pytest.mark.parametrize(
     ("row", "template"),
     [

@@ -109,7 +109,7 @@ def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedS
         dataset_param: Its section.
 
     Raises:
-        ConfigError: The data set is of another kind.
+        ConfigError: The data set is of another kind, or does not say that it draws no random numbers.
         DataError: A row is bad and the policy is to stop, or too many are.
         MachineError: The cache cannot be written.
     """
@@ -126,8 +126,15 @@ def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedS
             key=f"{_BASIC}.preprocess_on_fly",
             way_out="Leave it true.",
         )
+    if not dataset.is_deterministic:
+        name = type(dataset.origin).__name__
+        raise ConfigError(
+            f"{name} may draw random numbers: its samples would be the same in every epoch",
+            key=f"{_BASIC}.preprocess_on_fly",
+            way_out=f"Leave it true; or, if {name} draws none, write is_deterministic = True in the class.",
+        )
     progress = WorkProgress()
-    folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin))
+    folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin, dataset.origin))
     folder.prepare()
     rows = dataset.fingerprint()["hash"]
     # Before the lock: a table that is new once it is held was written by the process that was waited for.

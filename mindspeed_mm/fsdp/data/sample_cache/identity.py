@@ -58,12 +58,13 @@ _WEIGHTS = frozenset(
 )
 
 
-def settings_of(dataset_param: DatasetParam, plugin: object = None) -> JsonObject:
+def settings_of(dataset_param: DatasetParam, plugin: object = None, dataset: object = None) -> JsonObject:
     """Everything but the row that shapes a sample, as a person can read it.
 
     Args:
         dataset_param: The section; `preprocess_parameters.model_name_or_path` filled in.
         plugin: The media plugin, which may come from outside.
+        dataset: The data set, which may too.
     """
     basic, preprocess = dataset_param.basic_parameters, dataset_param.preprocess_parameters
     folder = preprocess.model_name_or_path
@@ -80,7 +81,7 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None) -> JsonObjec
         "model_files": _model_files(Path(folder)) if folder else {},
         "chat_template": template,
         "named_template": named_template,
-        "code": _code(plugin),
+        "code": _code(plugin, dataset),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
 
@@ -160,13 +161,14 @@ def _model_files(folder: Path) -> dict[str, str]:
     return hashes
 
 
-def _code(plugin: object) -> str:
-    """Of the modules that make a sample: a change of ours, or of a plugin from outside, makes old samples void."""
+def _code(*makers: object) -> str:
+    """Of the modules that make a sample: a change of ours, or of what comes from outside, makes old samples void."""
     # All of `data_utils`, not only what this row uses: a needless new encoding is cheaper than a stale sample.
     files = sorted(Path(str(data_utils.__file__)).parent.rglob("*.py"))
-    module = sys.modules.get(type(plugin).__module__)
-    if module is not None and getattr(module, "__file__", None):
-        files.append(Path(str(module.__file__)))
+    classes = dict.fromkeys(cls.__module__ for maker in makers for cls in type(maker).__mro__)
+    for module in map(sys.modules.get, classes):
+        if module is not None and getattr(module, "__file__", None):
+            files.append(Path(str(module.__file__)))
     return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
 
 

@@ -14,6 +14,23 @@ UNGUIDED = {"do_classifier_free_guidance": False}
 """Argument of `encode_prompt` without which some pipelines also encode the negative prompt."""
 
 
+def text_of_each(texts: str | Sequence[str], count: int | None = None) -> list[str]:
+    """A text for each prompt, where one may be given for all of them.
+
+    Args:
+        texts: One text, or a list of them.
+        count: Number of prompts; None: the texts are the prompts.
+
+    Raises:
+        ValueError: A list is of another length.
+    """
+    if isinstance(texts, str):
+        return [texts] * (count or 1)
+    if count not in (None, len(texts)):
+        raise ValueError(f"{len(texts)} texts for {count} prompts: give one text for all, or a list with one for each")
+    return list(texts)
+
+
 @dataclass(frozen=True)
 class CaptionRows:
     """What a pipeline's `encode_prompt` is called with, and what it returns."""

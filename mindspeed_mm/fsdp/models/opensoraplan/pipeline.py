@@ -12,6 +12,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from mindspeed_mm.fsdp.models.diffusion.latents import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.text_rows import text_of_each
 from mindspeed_mm.fsdp.models.opensoraplan.modeling_opensoraplan import given_frames, latent_numbers, masked_video
 
 _PIXELS = 8
@@ -112,10 +113,10 @@ class OpenSoraPipeline(DiffusionPipeline):
             output_type: `np`, `pt` or `pil`.
             return_dict: Return a dictionary with `frames`.
         """
-        texts = prompts = _listed(prompt, 1)
+        texts = prompts = text_of_each(prompt)
         is_guided = guidance_scale > 1
         if is_guided:
-            texts = _listed(negative_prompt, len(prompts)) + prompts
+            texts = text_of_each(negative_prompt, len(prompts)) + prompts
         device, dtype = self.text_encoder.device, self.transformer.dtype
         told = self._told(texts, max_sequence_length, dtype)
         if latents is None:
@@ -155,12 +156,6 @@ class OpenSoraPipeline(DiffusionPipeline):
         if isinstance(generator, list):
             return torch.stack([torch.randn(shape[1:], generator=each) for each in generator])
         return torch.randn(shape, generator=generator)
-
-
-def _listed(texts: str | Sequence[str], count: int) -> list[str]:
-    if isinstance(texts, str):
-        return [texts] * count
-    return list(texts)
 
 
 class OpenSoraInpaintPipeline(OpenSoraPipeline):

@@ -13,6 +13,7 @@ from diffusers.utils import BaseOutput
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from mindspeed_mm.fsdp.models.diffusion.text_rows import text_of_each
 from mindspeed_mm.fsdp.models.stepvideo.sizes import CLIP_TOKENS, GROUP_FRAMES, GROUP_LATENTS, MOTION_SCORE, SHIFT
 
 
@@ -136,7 +137,7 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
             num_frames: A multiple of 17, or 1.
             num_inference_steps: Euler steps.
             guidance_scale: Of classifier-free guidance; at most 1: none.
-            negative_prompt: What is guided away from, one for each prompt; None: empty ones.
+            negative_prompt: What is guided away from: one text for all prompts, or one for each; None: empty ones.
             motion_score: TI2V: how much moves.
             latents: (B, C, T, H, W) noise; None: it is drawn.
             generator: Draws it.
@@ -145,10 +146,10 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False: a tuple.
         """
         device, dtype = self.vae.device, self.transformer.dtype
-        texts, guides = _several(prompt), guidance_scale > 1
+        texts, guides = text_of_each(prompt), guidance_scale > 1
         count = len(texts)
         if guides:
-            texts += _several(negative_prompt or [""] * count)
+            texts += text_of_each(negative_prompt or "", count)
         words, clip, mask = self.encode_prompt(texts, max_sequence_length)
         given: dict[str, Any] = {
             "encoder_hidden_states": words.to(device, dtype),
@@ -193,12 +194,6 @@ class StepVideoPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         made: torch.Tensor = randn_tensor(shape, generator=generator, device=self.vae.device, dtype=torch.float32)
         return made
-
-
-def _several(texts: str | Sequence[str]) -> list[str]:
-    if isinstance(texts, str):
-        return [texts]
-    return list(texts)
 
 
 def first_frame_alone(picture_BCTHW: torch.Tensor, frames: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.argument import (
     TrainingArguments,
 )
 from mindspeed_mm.fsdp.params.cards import dataset_cards, models_of_datasets
+from mindspeed_mm.fsdp.params.rules.idle import idle_of_training
 from mindspeed_mm.fsdp.params.rules.model import lora_problems, multi_token_problems, token_problems
 from mindspeed_mm.fsdp.params.rules.plan import memory_problems, pipeline_problems, speed_problems
 from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
@@ -287,6 +288,7 @@ _RULES: tuple[Callable[..., Iterable[Problem]], ...] = (
     _adapters_have_a_base,
     _learning_rates_are_in_order,
     _stable_part_is_left,
+    idle_of_training,
     _documents_can_be_cut,
     _streams_are_not_counted,
     _scaling_plan_is_regex,

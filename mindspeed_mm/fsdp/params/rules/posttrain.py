@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.params.rules.distillation import (
     has_held_out,
     reads_trajectories,
 )
+from mindspeed_mm.fsdp.params.rules.idle import idle_settings
 
 _KEY = "posttrain"
 _OF_GENERATORS = "generation"
@@ -286,15 +287,8 @@ def _of_pairs(dpo: DpoArguments) -> Iterator[Problem]:
             key=f"{_KEY}.dpo.label_smoothing",
             way_out="Set it above 0, e.g. 0.001.",
         )
-    for name in dict.fromkeys(key for facts in PAIR_LOSSES.values() for key in facts.reads):
-        losses = sorted(loss for loss, facts in PAIR_LOSSES.items() if name in facts.reads)
-        # A setting that no chosen loss reads would do nothing, and nobody would notice.
-        if dpo[name] != type(dpo).model_fields[name].default and set(losses).isdisjoint(dpo.loss_type):
-            yield Problem(
-                f"{dpo[name]:g} has no effect on {', '.join(dpo.loss_type)}",
-                key=f"{_KEY}.dpo.{name}",
-                way_out=f"Leave it out, or use {' or '.join(losses)}.",
-            )
+    reads = {loss: facts.reads for loss, facts in PAIR_LOSSES.items()}
+    yield from idle_settings(dpo, f"{_KEY}.dpo", "loss_type", reads, dpo.loss_type)
 
 
 def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:

@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.core.outbound import RequestLimits, Server, key_header, one_line
+from mindspeed_mm.core.outbound import RequestLimits, Server, key_header
+from mindspeed_mm.core.outbound_words import one_line
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample

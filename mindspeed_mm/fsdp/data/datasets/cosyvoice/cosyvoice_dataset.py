@@ -50,6 +50,7 @@ class CosyVoiceDataset(SpokenRows):
         ModelFolderError: The folder is not one of CosyVoice3.
     """
 
+    is_deterministic = True  # chances come from generators of its own
     tokens_per_s = 25
 
     def __init__(

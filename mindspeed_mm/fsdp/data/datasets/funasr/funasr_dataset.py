@@ -22,6 +22,7 @@ class FunAsrDataset(Qwen2VLDataset):
     What they say of lengths (`speech_length`, `source_len` …) is not read: lengths are measured.
     """
 
+    is_deterministic = True
     own_columns = frozenset({"source_len", "speech_length", "target_len", "text_len", "text_length"})
 
     def conversation(self, index: int) -> JsonObject:

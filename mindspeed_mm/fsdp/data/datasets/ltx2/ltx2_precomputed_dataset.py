@@ -36,6 +36,8 @@ class PrecomputedDataset(GenerationDataset):
         ConfigError: Settings ask for what is set elsewhere.
     """
 
+    is_deterministic = True
+
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:

@@ -58,6 +58,7 @@ class MossTTSDelayDataset(SpokenRows):
         ModelFolderError: The folder is not one of MOSS-TTS, or its tokenizer lacks a chat template.
     """
 
+    is_deterministic = True
     tokens_per_s = 12.5
 
     def __init__(

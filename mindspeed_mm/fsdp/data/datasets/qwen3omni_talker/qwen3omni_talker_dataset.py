@@ -58,6 +58,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         ModelFolderError: The folder is not one of Qwen3-Omni with a talker.
     """
 
+    is_deterministic = True
     prompts_for = None
     own_columns = frozenset({"audio_codes", "speaker"})
 

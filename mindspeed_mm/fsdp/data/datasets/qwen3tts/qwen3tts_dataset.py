@@ -56,6 +56,7 @@ class Qwen3TTSDataset(SpokenRows):
         ModelFolderError: The folder is not one of Qwen3-TTS.
     """
 
+    is_deterministic = True
     tokens_per_s = 12.5
 
     def __init__(
