@@ -126,7 +126,7 @@ assert (scipy.optimize.linear_sum_assignment is loss.linear_sum_assignment) == (
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_scipy_is_imported_by_the_first_loss_that_calls_it(when: str) -> None:
-    """Which `python -m benchmarks startup` shows: it is 38 MB and a third of a second of each start."""
+    """Which `python -m benchmarks startup` shows: it is 36 MB and 0.4 s of each start."""
     done = run_after(TRANSFORMERS, SCIPY, when)
     if done.returncode == ABSENT:
         pytest.skip("scipy is not installed")
