@@ -10,7 +10,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
 from types import ModuleType
 
 _LOSSES = "transformers.loss.loss_utils"
@@ -38,12 +37,13 @@ class _LossFinder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The losses with a loader of ours, unless scipy is there already; None for all else."""
-        found = None
-        if name == _LOSSES and _OPTIMIZE not in sys.modules:
-            found = PathFinder.find_spec(name, path, target)
-        if found is None or found.origin is None:
+        if name != _LOSSES or _OPTIMIZE in sys.modules:
             return None
-        return spec_from_file_location(name, found.origin, loader=_LossLoader(name, found.origin))
+        found = PathFinder.find_spec(name, path, target)
+        if found is None or not isinstance(found.loader, SourceFileLoader):  # out of a zip file, for one
+            return None
+        found.loader = _LossLoader(found.loader.name, found.loader.path)
+        return found
 
 
 class _LossLoader(SourceFileLoader):
@@ -52,7 +52,7 @@ class _LossLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """As Python's own; the stand-in is gone afterwards."""
         stand_in = ModuleType(_OPTIMIZE)
-        stand_in.linear_sum_assignment = linear_sum_assignment  # type: ignore[attr-defined]
+        vars(stand_in)["linear_sum_assignment"] = linear_sum_assignment
         sys.modules[_OPTIMIZE] = stand_in
         try:
             super().exec_module(module)
