@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import torch
 
+from mindspeed_mm.fsdp.utils.scipy_library import load_scipy_when_called
 from mindspeed_mm.fsdp.utils.torchao_library import hide_torchao
 
 _SCHEMAS = (
@@ -41,9 +42,10 @@ def ensure_torchvision() -> None:
 
 
 def prepare_for_transformers() -> None:
-    """What stands before our own imports of transformers: `ensure_torchvision`, and a torchao that is not imported
-    unless the configuration asks for it."""
+    """What stands before our own imports of transformers: `ensure_torchvision`, a torchao that is not imported unless
+    the configuration asks for it, and a scipy that is not before it is called."""
     hide_torchao()
+    load_scipy_when_called()
     ensure_torchvision()
 
 
