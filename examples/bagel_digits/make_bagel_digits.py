@@ -1,5 +1,5 @@
 """Writes the bagel_digits example: questions about scanned digits whose answers are words or pictures, and a BAGEL
-folder of 1.3 M parameters.
+folder of 1.5 M parameters.
 
 Run `python examples/bagel_digits/make_bagel_digits.py [FOLDER]` (default `runs/bagel_digits`). Nothing is downloaded;
 the same versions write the same bytes.
@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edits_of_digits import DRAW, EDITS, READ, Row, asked_rows, training_rows  # first: it finds the other examples
+from edits_of_digits import TASKS, Row, asked_rows, training_rows  # first: it finds the other examples
 from PIL import Image
 from scans import NAMES, load_scans, split_scans
 from small_bagel import write_model_folder
 
-SOURCES = {READ: (READ,), DRAW: (DRAW,), "edit": EDITS}
-"""File of training rows → the tasks that it holds."""
 ROUNDS = 4
 """How often a scan is read, and the result of another."""
 DRAWS = 10
@@ -66,8 +64,8 @@ def make_data(folder: Path) -> dict[str, int]:
     (folder / "images").mkdir(parents=True, exist_ok=True)
     splits = split_scans(load_scans())
     rows = list(training_rows(splits["train"], random.Random(f"{SEED}/train"), ROUNDS))
-    for name, tasks in SOURCES.items():
-        write_rows(folder / f"{name}.jsonl", [row for row in rows if row.task in tasks])
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", [row for row in rows if row.task == task])
     held_out = splits["validation"]
     write_rows(folder / "validation.jsonl", training_rows(held_out, random.Random(f"{SEED}/validation"), 1))
     asked = write_rows(folder / "asked.jsonl", asked_rows(held_out + splits["judge"], held_out, DRAWS))

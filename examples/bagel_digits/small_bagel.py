@@ -1,4 +1,4 @@
-"""A folder of BAGEL with 1.3 M parameters and no weights: configuration, tokenizer, and a VAE that leaves pixels as
+"""A folder of BAGEL with 1.5 M parameters and no weights: configuration, tokenizer, and a VAE that leaves pixels as
 they are.
 
 A picture of 8×8 pixels is 4 tokens, seen or drawn. Training starts from scratch (`model.train_from_scratch: true`).
@@ -82,7 +82,7 @@ def config_values(vocabulary: int) -> dict[str, Any]:
             "intermediate_size": 256,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 4,
             "max_position_embeddings": 256,
             "rope_theta": 1e4,
             "rms_norm_eps": 1e-6,

@@ -66,9 +66,9 @@ def picture_of(folder: Path, name: object) -> np.ndarray:
 def test_rows_ask_for_what_their_answers_show(folder: Path) -> None:
     data, scans = folder / "data", load_scans()
     seen = set()
-    for name, tasks in make_bagel_digits.SOURCES.items():
-        rows = rows_of(data, name)
-        assert {row["task"] for row in rows} == set(tasks)
+    for task in TASKS:
+        rows = rows_of(data, task)
+        assert {row["task"] for row in rows} == {task}
         for row in rows:
             question, answer = (message["content"] for message in row["messages"])  # type: ignore[attr-defined]
             pictures = [picture_of(data, image) for image in row["images"]]  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def test_one_memorised_picture_of_each_digit_is_not_enough(capsys: pytest.Captur
 def overrides(folder: Path) -> list[str]:
     """The configuration for another folder than its own."""
     basic = "data.dataset_param.basic_parameters"
-    sources = ", ".join(f"{{path: {folder}/data/{name}.jsonl, name: {name}}}" for name in make_bagel_digits.SOURCES)
+    sources = ", ".join(f"{{path: {folder}/data/{name}.jsonl, name: {name}}}" for name in TASKS)
     return [
         f"model.model_name_or_path={folder / 'model'}",
         f"{basic}.dataset=[{sources}]",

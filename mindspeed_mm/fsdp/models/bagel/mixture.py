@@ -10,6 +10,7 @@ nothing is spread); H of the language model, D of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +62,14 @@ class Samples:
             documents += [(row * length + start, row * length + stop) for start, stop in pairwise(stops)]
         flat = part_ids.flatten()
         return cls(documents, [visible(flat[start:stop]) for start, stop in documents])
+
+    @cached_property
+    def stacked_masks(self) -> torch.Tensor | None:
+        """(samples, 1, l, l) of samples that have one length; None: each sees all of its own."""
+        given = [mask for mask in self.masks if mask is not None]
+        if not given:
+            return None
+        return torch.stack(given)[:, None]
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, samples:
     if len(samples.documents) == 1:
         return F.scaled_dot_product_attention(query, key, value, samples.masks[0]).transpose(1, 2).flatten(2)
     sizes = [stop - start for start, stop in samples.documents]
+    if len(set(sizes)) == 1:  # rows that are padded, pictures of one size: all of them in one call
+        query, key, value = (each[0].unflatten(1, (-1, sizes[0])).transpose(0, 1) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, samples.stacked_masks)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)[None]
     outputs = []
     for q, k, v, mask in zip(*(each.split(sizes, dim=2) for each in (query, key, value)), samples.masks, strict=True):
         outputs.append(F.scaled_dot_product_attention(q, k, v, mask))
