@@ -69,6 +69,7 @@ class Samples:
         given = [mask for mask in self.masks if mask is not None]
         if not given:
             return None
+        assert len(given) == len(self.masks)
         return torch.stack(given)[:, None]
 
 
