@@ -302,7 +302,7 @@ class InferRequest(Request):
 _OF_DRAWING = ("num_inference_steps", "size", "guidance_scale", "picture_guidance")
 _OF_UNIFIED = frozenset({"data", "draw", "temperature", "max_new_tokens", "num_inference_steps", "size"})
 """What else than options of all models one that answers and draws takes."""
-_NOT_UNIFIED = ("lora", "checkpoint", "plan", "nproc", "batch_size", "top_p")
+_NOT_UNIFIED = ("lora", "plan", "nproc", "batch_size", "top_p")
 _OF_ROWS = ("out", "media_dir", "overwrite")
 
 

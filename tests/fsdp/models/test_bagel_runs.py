@@ -73,7 +73,8 @@ def test_a_run_resumes_to_the_bit_and_is_exported_as_released(run: Path, tmp_pat
     assert (tmp_path / "hf" / "ae.safetensors").read_bytes() == (run.parent / "model" / "ae.safetensors").read_bytes()
     whole = drawn(tmp_path / "hf", tmp_path / "a.png")
     assert whole.shape == (8, 12, 3)
-    assert np.array_equal(whole, drawn(tmp_path / "broken", tmp_path / "b.png"))
+    assert np.array_equal(whole, drawn(tmp_path / "broken", tmp_path / "b.png", "--checkpoint", "newest"))
+    assert not np.array_equal(whole, drawn(tmp_path / "broken", tmp_path / "e.png", "--checkpoint", 1))
     assert not np.array_equal(whole, drawn(run.parent / "model", tmp_path / "c.png"))
     picture = run.parent / "rows" / "1.png"
     edited = mm("infer", tmp_path / "broken", "--image", picture, "--prompt", "Turn.", "--draw", tmp_path / "d.png",
