@@ -197,7 +197,7 @@ def bad_requests(media: Path) -> dict[str, tuple[bytes, int, str]]:
                                                    {"role": "user", "content": "x"}]), 400, "lone surrogate"),
         "half of a tool": (chat(tools=[{"type": "function", "function": {"name": "\ud83d"}}]), 400, "lone surrogate"),
         "half of a name": (chat(model="\ud800"), 400, "lone surrogate"),
-        "bytes of half a character": (chat(stop="?").replace(b"?", b"\xed\xa0\x80"), 400, "lone surrogate"),
+        "bytes of half a character": (chat(stop="?").replace(b"?", b"\xed\xa0\x80"), 400, "not UTF-8"),
         "deep": (b'{"messages": ' + b"[" * 100_000, 400, "nested too deeply"),
         "deep tools": (chat(tools=[json.loads('{"a":' * 400 + "1" + "}" * 400)]), 400, ""),
         "list": (b"[]", 400, "no object"),

@@ -189,8 +189,9 @@ class _Launch:
 
 
 def _numbers(launch: _Launch) -> Iterator[tuple[str, Any]]:
+    idle = {"min-lr"} if _style(launch.flags) == "constant" else set()  # nothing falls to it
     for name, (key, absent) in _NUMBERS.items():
-        if launch.flags.has(name):
+        if launch.flags.has(name) and name not in idle:
             yield key, launch.flags.number(name)
         elif name == "log-interval" and launch.flags.has("warmup-ratio"):
             yield key, 1
@@ -206,9 +207,12 @@ def _switches(launch: _Launch) -> Iterator[tuple[str, Any]]:
         yield "training.save", launch.flags.text("save")
 
 
+def _style(flags: Flags) -> str:
+    return flags.text("lr-decay-style", "cosine" if flags.has("warmup-ratio") else "linear")
+
+
 def _schedule(launch: _Launch) -> Iterator[tuple[str, Any]]:
-    flags = launch.flags
-    style = flags.text("lr-decay-style", "cosine" if flags.has("warmup-ratio") else "linear")
+    flags, style = launch.flags, _style(launch.flags)
     yield "training.lr_decay_style", {"WSD": "wsd"}.get(style, style)
     warm = 0.0
     if flags.number("lr-warmup-fraction"):

@@ -101,7 +101,7 @@ def test_a_part_of_a_foreign_data_set_can_be_told_from_the_other() -> None:
     assert [str(validation.place(i)) for i in range(3)] == [str(validation[i]) for i in range(3)]
 
 
-def test_messages_name_the_class_of_the_author() -> None:
+def test_messages_name_the_sample_and_the_code_of_the_author() -> None:
     class Broken:
         def __len__(self) -> int:
             return 2
@@ -112,7 +112,7 @@ def test_messages_name_the_class_of_the_author() -> None:
         collate_fn = list
 
     split = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 0}
-    with pytest.raises(DataError, match=r"^Broken  ValueError: no such thing"):
+    with pytest.raises(DataError, match=r"^0  the data set failed: ValueError: no such thing.* at test_dataset\.py"):
         next(iter(build_mm_dataloader(Broken(), DataloaderParam(num_workers=0), **split)))
 
 

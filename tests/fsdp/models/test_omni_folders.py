@@ -85,8 +85,8 @@ def test_a_released_folder_is_trained_and_exported_whole(released: Path, tmp_pat
 def test_a_part_that_is_missing_is_named(released: Path, tmp_path: Path, part: str) -> None:
     folder = as_released(tmp_path / "model", tmp_path / "cut", without=f"{part}.")
     result = check.run(tmp_path / "run.yaml", [f"model.model_name_or_path={folder}"])
-    whole, finding = [each for each in result.findings if each.stage == "module patterns"]
-    assert "enable_audio_output: false" in whole.problem.what
+    (finding,) = [each for each in result.findings if each.stage == "module patterns"]
+    assert "enable_audio_output: false" in finding.headline
     assert (finding.exit_code, finding.problem.key) == (4, f"{part}.")
     with pytest.raises(ModelFolderError, match=r"whose weights are not stored.*enable_audio_output: false"):
         build(folder)
