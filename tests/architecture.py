@@ -28,6 +28,9 @@ COLOURS = ("#dbeafe", "#e0e7ff", "#ede9fe", "#fae8ff", "#fce7f3", "#ffe4e6", "#f
 SITTING_LINES = 450
 """A file is read in one sitting: two that fit are one, unless there is a reason."""
 KEPT_APART = {
+    "an import of another library is put off, by finders of its own; it goes when transformers imports scipy late": (
+        "fsdp.utils.scipy_library",
+    ),
     "it writes or reads pickles, which the rules of the sources allow in this file alone": (
         "checkpoint.conversion.pt_writing",
         "checkpoint.megatron.pt_index",
