@@ -47,6 +47,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 prepare_for_transformers()  # a patch that says so; whoever needs transformers' processors calls it
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
 from diffusers import ModelMixin  # the base of our pixel-space VAE
+import scipy.stats  # schedulers of diffusers take it: it adds a warning filter
 """
 
 ALL = (

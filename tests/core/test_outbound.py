@@ -86,7 +86,7 @@ def test_every_failure_is_one_error_in_time_without_the_key(behaviour: str, door
             DOORS[door](server.url)
         assert time.monotonic() - begun_s < LIMIT_S + 2.5  # a drip goes on for 3 s
     assert isinstance(caught.value, OutboundError), repr(caught.value)
-    assert CANARY not in str(caught.value) and CANARY.encode() in server.asked[0]
+    assert CANARY not in str(caught.value) and CANARY.encode() in server.first_asked()
     assert "\n" not in str(caught.value)
 
 

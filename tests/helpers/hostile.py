@@ -28,6 +28,13 @@ class Hostile:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def first_asked(self) -> bytes:
+        """The first request. On a busy machine it is read after the one who asked has given up."""
+        end_s = time.monotonic() + 10
+        while not self.asked and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return self.asked[0]
+
 
 def _answer(body: bytes, status: str = "200 OK", head: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
