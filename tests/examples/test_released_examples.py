@@ -102,7 +102,7 @@ def started(script: Path, folder: Path, *words: str, **environment: str) -> subp
     (folder / "mm").write_text(STUB)
     (folder / "mm").chmod(0o755)
     env = {"PATH": f"{folder}:/usr/bin:/bin", **environment}
-    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_scripts_start_what_their_files_name(tmp_path: Path) -> None:

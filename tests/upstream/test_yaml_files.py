@@ -65,7 +65,7 @@ for name in sys.argv[2:]:
 
 def test_every_file_loads(capsys: pytest.CaptureFixture[str]) -> None:
     made = subprocess.run(
-        [sys.executable, "-c", LOADS, str(CHECKOUT), *FILES], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", LOADS, str(CHECKOUT), *FILES], capture_output=True, text=True, timeout=600
     )
     assert made.returncode == 0, made.stderr
     found = [json.loads(line) for line in made.stdout.splitlines()]
