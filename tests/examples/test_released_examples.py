@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.checkpoint.dequantized import read_quantization, sections_of
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -92,6 +93,18 @@ def test_pages_name_every_file() -> None:
         assert f"`{example.path.name}`" in page and f"`{example.script.name}`" in page
         assert f"`models/{example.hub_name}`" in page
         assert f"| {example.promise.devices} of {example.promise.gigabytes} GB" in page
+
+
+def test_a_release_in_few_bits_is_trained_as_it_is() -> None:
+    """Its numbers are what training loads: no file names a folder that the reader would have to write first."""
+    in_few_bits = 0
+    for example in EXAMPLES:
+        released = example.released()
+        for key, section in sections_of(released["config"]):
+            in_few_bits += 1
+            read_quantization(section, example.name, key)
+            assert example.hub_name == released["hub"].rpartition("/")[2], example.name
+    assert in_few_bits >= 3
 
 
 STUB = '#!/bin/sh\necho "${NNODES:-1} $*"\n'
