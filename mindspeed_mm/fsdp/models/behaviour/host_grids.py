@@ -110,7 +110,7 @@ class KeptRows:
     def of(self, grids: Sequence[Sequence[int]], dtype: torch.dtype, args: Args, settings: Kwargs) -> Any:
         """What the function gives of these grids, in new tensors on the host. Those that are new are asked for in one
         call, and each once."""
-        if not grids:
+        if not grids:  # the library says what it says of none
             return self._function(torch.empty(0, 3, dtype=dtype, device="cpu"), *args, **settings)
         how = (dtype, args, *sorted(settings.items()))
         asked = [(how, *grid) for grid in grids]
