@@ -10,10 +10,10 @@ from torch import nn
 from mindspeed_mm.fsdp.features.speed.choice import SpeedFacts, choose_compile, choose_fused
 from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels
 from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision
-from mindspeed_mm.fsdp.features.speed.patch_products import multiply_patches
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import KernelsGivenUp, choose_kernels
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.patch_products import multiply_patches
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mm import ensure_torchvision
 from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.features.speed.choice import Machine, SpeedFacts
-from mindspeed_mm.fsdp.features.speed.patch_products import multiply_patches
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
+from mindspeed_mm.fsdp.ops.patch_products import multiply_patches
 from mindspeed_mm.fsdp.params.argument import FeatureArguments, ModelArguments, TrainingArguments
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
