@@ -7,6 +7,7 @@ Model S: the digits example's Qwen3-VL of 398,016 parameters, batch 16, fp32, on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from benchmarks.digits import BATCH_SIZE, prepare
 from benchmarks.figures import Figure, of_spread
 from benchmarks.processes import Finished
 from benchmarks.rounds import spread
-from benchmarks.turns import Turns
+from benchmarks.turns import Contender, Turns
 
 WARM_UP_STEPS = 30
 MEASURED_STEPS = 150
@@ -30,8 +31,11 @@ def run(work: Path) -> dict[str, Any]:
     steps = WARM_UP_STEPS + MEASURED_STEPS
     workload = prepare(work / "digits", steps)
     contenders = Contenders(workload, steps, measure, preload=True)
-    labelled = partial(contenders.floor, "--labelled-rows")
-    others = {"mm train": contenders.ours, LABELLED: labelled, "transformers Trainer": contenders.trainer}
+    others: dict[str, Callable[[], Contender]] = {
+        "mm train": contenders.ours,
+        LABELLED: partial(contenders.floor, "--labelled-rows"),
+        "transformers Trainer": contenders.trainer,
+    }
     turns = Turns(contenders.floor, others, TIMEOUT_S)
     turns.measure(ROUNDS)
     summary, everyone = turns.summary(), turns.everyone()

@@ -273,7 +273,8 @@ class _Layer:
             return attend_npu_documents(q_1HTD, k_1KSD, v_1KSD, borders_q, borders_k, **self._for_npu(q_1HTD))
         lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
         if len({*zip(lengths_q, lengths_k, strict=True)}) == 1 and lengths_q[0]:
-            output = self.attend(*(_by_document(each, len(lengths_q)) for each in (q_1HTD, k_1KSD, v_1KSD)), None)
+            batch_q, batch_k, batch_v = (_by_document(row, len(lengths_q)) for row in (q_1HTD, k_1KSD, v_1KSD))
+            output = self.attend(batch_q, batch_k, batch_v, None)
             return output.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
         # Not slices: the gradient of each of them would be as long as the row.
         q, k, v = (t.split(n, dim=2) for t, n in ((q_1HTD, lengths_q), (k_1KSD, lengths_k), (v_1KSD, lengths_k)))
