@@ -135,13 +135,14 @@ def test_signs_are_made_once_for_all_layers() -> None:
     assert sin._mm_signed_sines is not kept
 
 
-def test_compiled_layers_keep_the_librarys_function() -> None:
+def test_compiled_layers_keep_the_librarys_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler makes one kernel of it, and cannot look at what is kept on tensors."""
     model = built("omni", torch.float32)
     given = pictures("omni", SIZES["equal"], torch.float32)
     expected = outcome(model, given)
     model.zero_grad()
     apply_tower_operators(model, norms=False)
+    monkeypatch.setattr(tower_operators, "turned", None)
     torch._dynamo.reset()
     for block in model.get_submodule(next(each.module for each in find_towers(model) if each.name == "image")).blocks:
         block.attn.forward = torch.compile(block.attn.forward, backend="eager")
