@@ -90,7 +90,7 @@ def test_norms_give_the_librarys_numbers(name: str, sizes: str) -> None:
     assert found.keys() == expected.keys()
     whole = max(float(each.norm()) for each in expected.values())
     for key, each in expected.items():
-        assert float((found[key] - each).norm()) <= 5e-15 * (float(each.norm()) + 1e-3 * whole), key
+        assert float((found[key] - each).norm()) <= 1e-15 * (float(each.norm()) + whole), key
 
 
 @pytest.mark.parametrize("with_scale", [True, False])
