@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import chunk_mbs
-from mindspeed_mm.fsdp.features.speed.compiled_blocks import CompiledBlocks, compile_modules
-from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
-from mindspeed_mm.fsdp.params.feature_args import CompilePlan, FeatureArguments
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.tasks.verify.precision import keeping_double
@@ -173,40 +170,6 @@ def test_trees_go_in_and_come_out() -> None:
     with torch.no_grad():
         parts(x, pair)
     assert parts.calls[3:] == [5]
-
-
-class Around(nn.Module):
-    """A block with a part that is sliced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.part(x)
-
-
-def test_a_compiled_block_slices_rows_of_a_second_length() -> None:
-    """The compiler takes sizes for variables then, and places of arguments must stay what they are."""
-    torch.manual_seed(0)
-    plain = Around()
-    model = nn.ModuleDict({"block": copy.deepcopy(plain)})
-    plan = FeatureArguments.model_validate({"chunkmbs_plan": {"chunk_mbs": 2, "chunk_arg_indexs": [0]}}).chunkmbs_plan
-    chunk_mbs.run_in_slices(model, ["block.part"], plan)
-    torch._dynamo.reset()
-    compile_modules(model, CompilePlan(backend="eager"), ["block"])
-    for length in (5, 7, 9):
-        x = torch.randn(4, length, 3, dtype=torch.float64)
-        found, expected = model["block"](x), plain(x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
-    blocks = facts_of(model).noted(CompiledBlocks)
-    assert blocks is not None
-    (kind,) = blocks.kinds
-    assert (kind.calls, kind.compiled_calls, kind.compilations) == (3, 3, 2)
 
 
 def test_less_is_held_while_a_module_is_computed_again(folder: Path) -> None:
