@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.ops.forward_stack import (
     describe_forwards,
     forwards_of,
     forwards_replaced,
+    rebind_globals,
     replace_forward,
     undo_forwards,
 )
@@ -188,3 +189,31 @@ def test_no_source_replaces_a_forward_beside_the_door() -> None:
 )
 def test_a_forward_that_is_replaced_beside_the_door_is_found(source: str) -> None:
     assert list(replaced_forwards(source)) == [1]
+
+
+def first_helper() -> int:
+    """What a forward of this file calls; a test changes it."""
+    return 1
+
+
+def second_helper() -> int:
+    """What is rebound."""
+    return 10
+
+
+class CallsHelpers(nn.Module):
+    """Calls functions of its file."""
+
+    def forward(self) -> int:
+        return first_helper() + second_helper()
+
+
+def test_what_a_file_got_since_is_called_beside_what_is_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"second_helper": lambda: 20}
+    before, again, after = CallsHelpers(), CallsHelpers(), CallsHelpers()
+    rebind_globals(before, others)
+    rebind_globals(again, others)
+    assert before.forward.__func__ is again.forward.__func__  # compiled graphs are shared
+    monkeypatch.setitem(globals(), "first_helper", lambda: 2)
+    rebind_globals(after, others)
+    assert (before(), after()) == (21, 22)

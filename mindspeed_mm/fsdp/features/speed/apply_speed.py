@@ -10,6 +10,7 @@ from torch import nn
 from mindspeed_mm.fsdp.features.speed.choice import SpeedFacts, choose_compile, choose_fused
 from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels
 from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision
+from mindspeed_mm.fsdp.features.speed.tower_operators import apply_tower_operators
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import KernelsGivenUp, choose_kernels
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -32,6 +33,9 @@ def apply_speed(
     multiply_patches(model)
     wish, compiled = features.fused_kernels, features.compile == "auto" and choose_compile("auto", facts).what
     apply_fused_kernels(model, choose_fused(wish, facts, blocks_compiled=bool(compiled)), is_wish=wish is True)
+    if wish is not False:
+        has_norm_kernel = facts.machine.device_type == "cuda" and not facts.keeps_rounding
+        apply_tower_operators(model, norms=has_norm_kernel)
     apply_low_precision(model, training.quantization_plan)
 
 
