@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +57,8 @@ class TensorEntry:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    begin: int = field(default=0, compare=False)
+    """Number of its first byte, counted from the end of the header."""
 
     @property
     def size_bytes(self) -> int:
@@ -71,12 +73,17 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         ModelFolderError: The file is empty, cut, a Git LFS pointer, a web page, holds a key twice or has a header that
             does not describe its bytes.
     """
+    return read_header_and_notes(file)[0]
+
+
+def read_header_and_notes(file: Path) -> tuple[dict[str, TensorEntry], JsonObject]:
+    """The tensors as of `read_header`, and the texts that stand in the header beside them. Raises as `read_header`."""
     file_bytes = _file_size(file)
     with file.open("rb") as stream:
         header = _parse(_header_text(stream, file, file_bytes), file)
         data_bytes = file_bytes - stream.tell()
-    # Notes, the one key that is no tensor.
-    header.pop("__metadata__", None)
+    # The one key that is no tensor.
+    notes: JsonObject = header.pop("__metadata__", None) or {}
     entries = {key: _entry(key, value, file) for key, value in header.items()}
     # By place in the file, not by key: neighbours must touch.
     spans = sorted(tuple(value["data_offsets"]) for value in header.values())
@@ -85,7 +92,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         begin, end = value["data_offsets"]
         if end - begin != entries[key].size_bytes:
             raise _damaged(file, f"'{key}' takes {end - begin} bytes, its shape {entries[key].size_bytes}")
-    return entries
+    return entries, notes
 
 
 def _file_size(file: Path) -> int:
@@ -151,7 +158,7 @@ def _entry(key: str, value: Any, file: Path) -> TensorEntry:
             where=str(file),
             way_out="Use the unquantised weights of this model.",
         )
-    return TensorEntry(key, file, DTYPES[dtype], tuple(shape))
+    return TensorEntry(key, file, DTYPES[dtype], tuple(shape), begin)
 
 
 def _check_spans(spans: list[tuple[int, ...]], data_bytes: int, file: Path) -> None:

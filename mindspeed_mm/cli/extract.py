@@ -9,6 +9,7 @@ import click
 from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.cli.sharing import option_words
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.requests.export import ExtractRequest
 
@@ -22,6 +23,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @takes(ExtractRequest)
+@collecting_later()
 def command(request: ExtractRequest) -> int:
     """Encode the media and captions of CONFIG, the YAML that mm train takes. OVERRIDES are section.key=value.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mindspeed_mm.tasks.extract.batches import BatchEncoder
+from mindspeed_mm.tasks.extract.feature_set import SetExtraction
 from tests.helpers.distributed import alone
 from tests.helpers.runs import mm
 from tests.tasks.extraction_run import files, forked, make_run, run, wait_for
@@ -43,6 +48,28 @@ def test_json_is_all_that_stdout_gets(prepared: Path, tmp_path: Path) -> None:
     again = mm("extract", prepared / "run.yaml", "--out", tmp_path / "out", "--dtype", "fp32", "--verify", "size")
     assert again.code == 0, again.err
     assert again.out.startswith(f"{tmp_path / 'out'}: 12 samples, 12 rows were already done")
+
+
+def test_garbage_is_collected_while_encoding_alone(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a start imports and reads of a large set stays: looking through it over and over is a fifth of a start."""
+    seen: dict[str, bool] = {}
+    plan, encode, finish = SetExtraction._begin, BatchEncoder.__call__, SetExtraction._finish
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen[name] = gc.isenabled()
+            return real(*args)
+
+        return call
+
+    monkeypatch.setattr(SetExtraction, "_begin", noted("plan", plan))
+    monkeypatch.setattr(BatchEncoder, "__call__", noted("encode", encode))
+    monkeypatch.setattr(SetExtraction, "_finish", noted("finish", finish))
+    assert mm("extract", prepared / "run.yaml", "--out", tmp_path / "out").code == 0
+    assert seen == {"plan": False, "encode": True, "finish": True}
+    assert gc.isenabled()
 
 
 def test_features_dir_is_where_they_go_unless_told_otherwise(prepared: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import Mark, MediaMarks, mark_of
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
@@ -102,12 +103,32 @@ def _rows_at_once(size: MediaSize, views: int) -> int:
     return max(1, min(MOST_AT_ONCE, PIXELS_AT_ONCE // (views * size.frames * size.height * size.width)))
 
 
-def rows_fingerprint(source: RawSource) -> str:
+@dataclass(frozen=True)
+class Survey:
+    """All rows as they are now. Each is parsed once for it, and its files are asked once: on a disk of the network a
+    question takes as long as a hundred rows."""
+
+    fingerprint: str
     """Of everything that decides what is encoded, but for the bytes of the media themselves."""
-    digest = hashlib.sha256()
-    for row, size in zip(source.rows, source.sizes, strict=True):
-        digest.update(repr((row.digest, str(size))).encode())
-    return digest.hexdigest()
+    said: Sequence[str]
+    """`GenerationRow.digest` of each."""
+    marks: Sequence[Mark | None]
+    """Of the media of each, see `mark_of`."""
+    media: MediaMarks
+    """The same by the names of the media."""
+
+    @classmethod
+    def of(cls, source: RawSource) -> Survey:
+        """Of the rows that can be used."""
+        digest, media = hashlib.sha256(), MediaMarks()
+        said: list[str] = []
+        marks: list[Mark | None] = []
+        for row, size, header in zip(source.rows, source.sizes, source.headers, strict=True):
+            said.append(row.digest)
+            marks.append(mark_of(row, source.media))
+            digest.update(repr((said[-1], str(size))).encode())
+            media.add(row, header, marks[-1])
+        return cls(digest.hexdigest(), said, marks, media)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -221,8 +242,7 @@ class BatchEncoder:
             # the media first: captions of rows that are dropped need no encoding
             media = self._encode_views(batch.pixels)
             usable = _take_usable(batch, media)
-        for at, record in enumerate(batch.records):
-            batch.records[at] = replace(record, cut_captions=len(self._lengths.cut(record.captions)))
+        self._count_cut(batch.records)
         reads_media = self._adapter.task in self._adapter.text_reads_media
         texts = {} if reads_media else self._encode_texts(batch.records)
         tensors: dict[str, torch.Tensor] = {}
@@ -241,6 +261,17 @@ class BatchEncoder:
                     # two rows may share a caption, and safetensors refuses tensors that share memory
                     tensors[tensor_name(stem, name, number)] = value.clone()
         return tensors
+
+    def _count_cut(self, records: list[FeatureRecord]) -> None:
+        """Note how many captions of each row are not read to their end; those of all rows are tokenised in one call."""
+        captions: list[str] = []
+        for record in records:
+            captions += record.captions
+        cut, begin = set(self._lengths.cut(captions)), 0
+        for at, record in enumerate(records):
+            end = begin + len(record.captions)
+            records[at] = replace(record, cut_captions=len(cut.intersection(range(begin, end))))
+            begin = end
 
     def _encode_views(self, pixels: Sequence[Pixels]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, views, …) each."""

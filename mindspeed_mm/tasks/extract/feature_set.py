@@ -16,6 +16,7 @@ import torch
 
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
@@ -38,7 +39,7 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
-from mindspeed_mm.tasks.extract.batches import BatchEncoder, WorkBatch, decoded_ahead, rows_fingerprint
+from mindspeed_mm.tasks.extract.batches import BatchEncoder, Survey, WorkBatch, decoded_ahead
 from mindspeed_mm.tasks.extract.growth import WorkPlan, plan_work
 from mindspeed_mm.tasks.extract.limits import FEATURES_KEY, BadRows, check_room, room_warning
 
@@ -198,8 +199,7 @@ class SetExtraction:
             model_fps=self._adapter.frames_per_second,
         )
         # the source takes sizes of untouched media from the marks, and knows afterwards what is there now
-        self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
-        self._rows_fingerprint = rows_fingerprint(self._source)
+        self._now = Survey.of(self._source)
         self._plans: dict[tuple[int, int | None], WorkPlan] = {}
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
 
@@ -218,10 +218,12 @@ class SetExtraction:
             self._begin()
             missing = self._find_missing()
             self._ranks.gather(None)  # all have looked before the first one writes
-            encoding_s = self._encode(missing)
-            if not self._is_first:
-                return None
-            contents = self._finish()
+            encode = self._load_encoders(missing)
+            with passed_over_by_collection():
+                encoding_s = self._encode(encode, missing)
+                if not self._is_first:
+                    return None
+                contents = self._finish()
         encoded = _rows(missing)
         # the list also has rows that earlier starts have skipped
         asked = {row for batch in missing for row in batch.rows}
@@ -261,7 +263,7 @@ class SetExtraction:
             self.folder.open_work()
         self._ranks.gather(None)
         self._description = read_description(self.folder.description)
-        if self._description.rows_fingerprint != self._rows_fingerprint:
+        if self._description.rows_fingerprint != self._now.fingerprint:
             raise DataError("this rank reads different rows than rank 0", where=str(self.folder.path))
         self._plan = self._plan_from(self._description.first_batch, self._description.batch_size)
         if self._plan.digest != self._description.plan:
@@ -269,7 +271,7 @@ class SetExtraction:
         self._batches = self._plan.batches
         self._ranks.gather(None)  # all have looked at what is there before it is changed
         if self._is_first:  # of what has changed the older mark stays until its features are there
-            self._marks.with_new(self._marks_now).write(self.folder.marks)
+            self._marks.with_new(self._now.media).write(self.folder.marks)
 
     def _settle(self) -> Description:
         """What is done now: what was begun, or, where rows, media or sizes are others, what they add to it."""
@@ -278,7 +280,7 @@ class SetExtraction:
         before = read_description(self.folder.description)
         now = self._describe(before)
         first = before.first_batch
-        has_same_rows = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now)
+        has_same_rows = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._now.media)
         # Frames, cuts and mirrored views change what is made of a row whose size stays.
         is_same = has_same_rows and SizeSettings.noted(before.preprocessing) == self._settings
         if is_same and self._plan_from(first, now.batch_size).digest == before.plan:
@@ -297,7 +299,7 @@ class SetExtraction:
         """See `plan_work`; what is there of earlier work does not change while a set is made."""
         if (first, batch_size) not in self._plans:
             reads_media = self._adapter.task in self._adapter.text_reads_media
-            plan = plan_work(self._source, self.folder, first, self._marks, batch_size, reads_media)
+            plan = plan_work(self._source, self.folder, first, self._marks, self._now, batch_size, reads_media)
             self._plans[first, batch_size] = plan
         return self._plans[first, batch_size]
 
@@ -315,7 +317,7 @@ class SetExtraction:
             dtype=self._encoders.precision,
             batch_size=batch_size,
             rows=len(self._source),
-            rows_fingerprint=self._rows_fingerprint,
+            rows_fingerprint=self._now.fingerprint,
             component_configs={"vae": self._adapter.component_config("vae")},
             versions={"mindspeed-mm": __version__, **{name: _version(name) for name in _LIBRARIES}},
         )
@@ -329,27 +331,38 @@ class SetExtraction:
 
     # --- the work ----------------------------------------------------------------------------------------------------
 
-    def _encode(self, missing: Sequence[WorkBatch]) -> float:
-        """This rank's share of the batches; the first rank makes shards on the way.
-
-        Returns:
-            Seconds that it took, from the moment that the encoders are there.
-        """
-        shards = None
+    def _load_encoders(self, missing: Sequence[WorkBatch]) -> BatchEncoder | None:
+        """Those of this rank; None where it has nothing to encode. The first rank sees to the empty caption."""
         if self._is_first:
-            first = self._description.first_batch
-            shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes, first=first)
             try:
                 check_file(self.folder.null_text, "hash")
             # missing or damaged: it belongs to every row, so it is made before them
             except DamagedFile:
                 write_feature_file(self.folder.null_text, self._encoders.encode.encode_empty())
-        mine = missing[self._ranks.rank :: self._ranks.world_size]
-        # a rank without work loads no encoders
-        encode = self._encoders.encode if mine else None
+        if self._own(missing):
+            return self._encoders.encode
+        return None
+
+    def _own(self, missing: Sequence[WorkBatch]) -> Sequence[WorkBatch]:
+        return missing[self._ranks.rank :: self._ranks.world_size]
+
+    def _encode(self, encode: BatchEncoder | None, missing: Sequence[WorkBatch]) -> float:
+        """This rank's share of the batches; the first rank makes shards on the way.
+
+        Args:
+            encode: From `_load_encoders`.
+            missing: Of all ranks.
+
+        Returns:
+            Seconds that it took.
+        """
+        shards = None
+        if self._is_first:
+            first = self._description.first_batch
+            shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes, first=first)
         began = time.monotonic()
         if encode is not None:
-            self._encode_batches(encode, mine, shards, to_come=_rows(missing))
+            self._encode_batches(encode, self._own(missing), shards, to_come=_rows(missing))
         if shards is not None:
             self._await_others(shards)
         return time.monotonic() - began
@@ -390,7 +403,7 @@ class SetExtraction:
         """The index and the list of skipped rows: with them the set is done."""
         work = FinishedWork.read(self.folder, self._description.first_batch)
         self._bad.recount(work.skipped)
-        self._marks_now.write(self.folder.marks)
+        self._now.media.write(self.folder.marks)
         contents = write_index(self.folder, self._description, self._bad.unreadable, self._plan.kept, work)
         self.folder.drop_work()
         return contents

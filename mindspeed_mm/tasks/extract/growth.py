@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks, mark_of
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.tasks.extract.batches import RowNeeds, WorkBatch, plan_batches
+from mindspeed_mm.tasks.extract.batches import RowNeeds, Survey, WorkBatch, plan_batches
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,20 @@ class Existing:
     Args:
         records: Rows as they were, the latest last.
         stems: What the names of stored tensors begin with.
-        pixels: `FeatureRecord.pixels` → stem of the latents.
+        pixels: `FeatureRecord.pixels` → row that has the latents.
         captions: Caption, and `FeatureRecord.pixels` where the text encoder reads the media too, else nothing →
             `<stem>/<number>` of its text features.
         whole: (key, size) → row of which both were made, for sets that do not note `pixels`.
-        digests: Name of a medium → digest of its file.
+        digests: `_known_by` of a row → digest of its media.
+        cut: Captions of a row → how many of them are not read to their end.
     """
 
     stems: frozenset[str] = frozenset()
-    pixels: Mapping[str, str] = field(default_factory=dict)
+    pixels: Mapping[str, FeatureRecord] = field(default_factory=dict)
     captions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     whole: Mapping[tuple[str, MediaSize], FeatureRecord] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    cut: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: FeatureFolder, first: int, text_reads_media: bool) -> Existing:
@@ -52,14 +55,15 @@ class Existing:
             for name in shapes:
                 stem, _, rest = name.partition("/")
                 stems.setdefault(stem, set()).add(rest)
-        pixels: dict[str, str] = {}
+        pixels: dict[str, FeatureRecord] = {}
         captions: dict[tuple[str, str], str] = {}
         whole: dict[tuple[str, MediaSize], FeatureRecord] = {}
-        digests: dict[str, str] = {}
+        digests: dict[tuple[str, str], str] = {}
+        cut: dict[tuple[str, ...], int] = {}
         for record in records:
             stem, stored = record.own_stem, stems.get(record.own_stem, set())
             if "latents" in stored and record.pixels:
-                pixels[record.pixels] = stem
+                pixels[record.pixels] = record
             numbers = {name.partition("/")[2] for name in stored if "/" in name}
             beside = record.pixels if text_reads_media else ""
             for number, caption in enumerate(record.captions):
@@ -69,8 +73,9 @@ class Existing:
             if "latents" in stored and len(numbers) == len(record.captions):
                 whole[record.key, record.size] = record
             if record.medium:
-                digests[record.path] = record.medium
-        return cls(frozenset(stems), pixels, captions, whole, digests)
+                digests[_known_by(record.path, record.said, is_alone=not record.beside)] = record.medium
+            cut[record.captions] = record.cut_captions
+        return cls(frozenset(stems), pixels, captions, whole, digests, cut)
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def plan_work(
     folder: FeatureFolder,
     first: int,
     marks: MediaMarks,
+    now: Survey,
     batch_size: int | None = None,
     text_reads_media: bool = False,
 ) -> WorkPlan:
@@ -105,6 +111,7 @@ def plan_work(
         folder: Of the features.
         first: Number of the first batch to be made.
         marks: Of media when earlier work read them: files that are untouched are not read again.
+        now: The rows as they are now.
         batch_size: Rows of a batch.
         text_reads_media: Text features are made of caption and media: they are kept where both are as they were.
     """
@@ -114,7 +121,11 @@ def plan_work(
     kept: list[FeatureRecord] = []
     needs: dict[int, RowNeeds] = {}
     for index, row in enumerate(source.rows):
-        found = _found(source, index, row, existing, marks, text_reads_media)
+        # a file as old and as large as before is not read again for its hash
+        known = existing.digests.get(_known_by(row.name, now.said[index], is_alone=not row.roles))
+        if known is not None and marks.mark(row.name) == now.marks[index] is not None:
+            source.know_digest(index, bytes.fromhex(known))
+        found = _found(source, index, row, now.said[index], existing, text_reads_media)
         if found is None:
             needs[index] = RowNeeds(stem="")
         elif found.media_stem and all(found.caption_stems):
@@ -128,38 +139,52 @@ def plan_work(
     return WorkPlan(_work_batches(source, needs, first, batch_size), kept)
 
 
+def _known_by(name: str, said: str, *, is_alone: bool) -> tuple[str, str]:
+    """What the digest of a row's media is kept under.
+
+    Args:
+        name: Of its medium.
+        said: `GenerationRow.digest`.
+        is_alone: It has no further media. Rows that have some may share the first, and be told apart by nothing but
+            what they say.
+    """
+    if is_alone:
+        return name, ""
+    return name, said
+
+
 def _found(
     source: RawSource,
     index: int,
     row: GenerationRow,
+    said: str,
     existing: Existing,
-    marks: MediaMarks,
     text_reads_media: bool,
 ) -> FeatureRecord | None:
     """A row with where earlier work has its parts; None: it cannot be read, which encoding it will say."""
-    # a file as old and as large as before is not read again for its hash
-    known = existing.digests.get(row.name)
-    if known is not None and marks.mark(row.name) == mark_of(row, source.media) is not None:
-        source.know_digest(index, bytes.fromhex(known))
     try:
         key = source.key(index, row)
     except DataError:
         return None
-    size, pixels = source.sizes[index], source.pixels_key(index)
-    record = FeatureRecord(
-        index, key, str(source.place(index)), row.name, row.captions, size, said=row.digest, repeats=row.repeats,
-        is_prior=row.is_prior, fps=source.fps(index), medium=source.digest(index, row).hex(), pixels=pixels,
-    )  # fmt: skip
-    whole = existing.whole.get((key, size))
-    stems = []
-    if pixels not in existing.pixels and whole is not None and not whole.pixels:  # of a version that kept whole rows
+    size, pixels, stems = source.sizes[index], source.pixels_key(index), list[str]()
+    same, whole = existing.pixels.get(pixels), existing.whole.get((key, size))
+    if same is None and whole is not None and not whole.pixels:  # of a version that kept whole rows
+        same = whole
         for number in range(len(row.captions)):
             stems.append(f"{whole.own_stem}/{number}")
-        return replace(record, media_stem=whole.own_stem, caption_stems=tuple(stems))
-    beside = pixels if text_reads_media else ""
-    for caption in row.captions:
-        stems.append(existing.captions.get((caption, beside), ""))
-    return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=tuple(stems))
+    else:
+        beside = pixels if text_reads_media else ""
+        for caption in row.captions:
+            stems.append(existing.captions.get((caption, beside), ""))
+    shared: JsonObject = {}
+    if same is not None:
+        shared = {"media_stem": same.own_stem, "beside": same.beside}
+    return FeatureRecord(
+        index, key, str(source.place(index)), row.name, row.captions, size, said=said, repeats=row.repeats,
+        is_prior=row.is_prior, scores=row.scores, fps=source.fps(index), medium=source.digest(index, row).hex(),
+        pixels=pixels, header=tuple(vars(source.headers[index]).values()), caption_stems=tuple(stems),
+        cut_captions=existing.cut.get(row.captions, 0), **shared,
+    )  # fmt: skip
 
 
 def _work_batches(

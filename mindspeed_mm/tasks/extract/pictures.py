@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError, StoppedAfterSave
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.version import __version__
@@ -243,7 +244,11 @@ class PictureExtraction:
         vae = PictureVAE(self._model_folder, *sizes, self._device, dtype)
         pictures = [picture for of_batch in mine.values() for picture in of_batch]
         self._progress.begin(len(pictures))
-        with FeatureWriter(self.folder, shards) as writer, ThreadPoolExecutor(self._options.threads) as pool:
+        with (
+            passed_over_by_collection(),
+            FeatureWriter(self.folder, shards) as writer,
+            ThreadPoolExecutor(self._options.threads) as pool,
+        ):
             decoded = self._decoded(pictures, pool)
             for number, of_batch in mine.items():
                 self._raise_if_stopped()

@@ -35,6 +35,7 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     FeatureRecord,
     SkippedRow,
     check_file,
+    check_tensors,
     checksum,
     has_checksum,
     read_facts,
@@ -146,6 +147,33 @@ def test_a_flipped_bit_of_a_tensor_is_found_by_its_hash(tmp_path: Path) -> None:
     check_file(path, "size")
     with pytest.raises(DamagedFile, match=r"the bytes of .* have changed"):
         check_file(path, "hash")
+
+
+def test_bytes_are_verified_in_the_order_of_the_file_whatever_that_of_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_feature_file(path, tensors_of([record(1)]), (0, 0), [record(1)])
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    turned = json.dumps(dict(reversed(header.items())), ensure_ascii=False).encode()
+    path.write_bytes(len(turned).to_bytes(8, "little") + turned + content[begin:])
+    check_file(path, "hash")
+    shapes = read_facts(path)[1]
+    assert [*shapes] == [name for name in header if name != "__metadata__"]
+    last = [*shapes][-1]
+    flipped(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedFile, match=f"the bytes of '{last}' have changed"):
+        check_file(path, "hash")
+
+
+def test_a_file_that_is_cut_after_its_header_was_read_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_feature_file(path, tensors_of([record(0)]), (0, 0), [record(0)])
+    read = read_facts(path)
+    for size, told in ((path.stat().st_size - 1, "the bytes of .* have changed"), (0, "empty file")):
+        os.truncate(path, size)
+        with pytest.raises(DamagedFile, match=told):
+            check_tensors(path, *read)
 
 
 def sha_256(tensor: torch.Tensor) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from mindspeed_mm.checkpoint.safetensors_file import read_header, write_safetensors
+from mindspeed_mm.checkpoint.safetensors_file import read_header_and_notes, write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import JsonMapping, JsonObject, parse_json
@@ -151,6 +153,8 @@ _FACTS = "mindspeed_mm_features"
 
 
 _XXH3 = "xxh3_128:"
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
 
 
 class DamagedFile(DataError):
@@ -195,21 +199,22 @@ def write_feature_file(
 
 
 def read_facts(path: Path) -> tuple[FileFacts, dict[str, TensorFacts]]:
-    """What a file says of itself, and dtype and shape of its tensors. The tensors are not read.
+    """What a file says of itself, and dtype and shape of its tensors, in the order of their bytes. The tensors are not
+    read.
 
     Raises:
         DamagedFile: It is missing, cut, or not of this kind.
     """
     try:
-        entries = read_header(path)
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {})[_FACTS]
-        facts = _from_text(text)
+        entries, notes = read_header_and_notes(path)
+        facts = _from_text(str(notes[_FACTS]))
     except ModelFolderError as error:
         raise DamagedFile(error.problems[0].what, where=str(path)) from error
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"is not a file of features ({type(error).__name__}: {error})", where=str(path)) from error
-    shapes = {name: (dtype_name(entry.dtype), entry.shape) for name, entry in entries.items()}
+    shapes: dict[str, TensorFacts] = {}
+    for name, entry in sorted(entries.items(), key=lambda each: each[1].begin):
+        shapes[name] = (dtype_name(entry.dtype), entry.shape)
     if facts.checksums.keys() != shapes.keys():
         raise DamagedFile("holds other tensors than its list says", where=str(path))
     return facts, shapes
@@ -236,36 +241,70 @@ def check_file(path: Path, verification: Verification) -> None:
         verification: `size` looks at the header, which must describe the file's bytes and carry its own checksum;
             `hash` also reads every byte.
     """
-    facts, _ = read_facts(path)
+    facts, shapes = read_facts(path)
     if verification == "hash":
-        check_tensors(path, facts)
+        check_tensors(path, facts, shapes)
 
 
-def check_tensors(path: Path, facts: FileFacts) -> None:
-    """Raise `DamagedFile` when the bytes of a tensor are not what the file says of them."""
-    for name, tensor in read_tensors(path).items():
-        if not has_checksum(tensor, facts.checksums[name]):
-            raise DamagedFile(f"the bytes of '{name}' have changed", where=str(path))
+def check_tensors(path: Path, facts: FileFacts, shapes: Mapping[str, TensorFacts]) -> None:
+    """Raise `DamagedFile` when the bytes of a tensor are not what the file says of them.
+
+    Args:
+        path: The file.
+        facts: As of `read_facts`, like the next.
+        shapes: In the order of the tensors' bytes.
+    """
+    # The bytes are hashed where they are mapped: to make a tensor of each takes ten times as long as its hash.
+    try:
+        with (
+            path.open("rb") as file,
+            mmap(file.fileno(), 0, access=ACCESS_READ) as mapped,
+            memoryview(mapped) as content,
+        ):
+            # Bytes of tensors follow one another without a hole, see `read_header`.
+            begin = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+            for name, told in shapes.items():
+                dtype, shape = told
+                end = begin + math.prod(shape) * getattr(torch, dtype).itemsize
+                if not _is_of(facts.checksums[name], told, content[begin:end]):
+                    raise DamagedFile(f"the bytes of '{name}' have changed", where=str(path))
+                begin = end
+    except (OSError, ValueError) as error:  # of a file that is gone, or cut, since its header was read
+        raise DamagedFile(str(error), where=str(path)) from error
 
 
 def checksum(tensor: torch.Tensor) -> str:
     """XXH3 of dtype, shape and bytes, behind the hash's name: training reads as fast as the disk is, and verifies."""
     # XXH3 finds damage, not tampering: nobody is kept from writing other features with a fitting checksum.
-    return f"{_XXH3}{_digest(xxhash.xxh3_128(), tensor)}"
+    return f"{_XXH3}{_digest(xxhash.xxh3_128(), _facts_of(tensor), _bytes_of(tensor))}"
 
 
 def has_checksum(tensor: torch.Tensor, told: str) -> bool:
     """Whether a tensor has the checksum that its file notes; those of format version 1 are 32 digits of SHA-256."""
-    if told.startswith(_XXH3):
-        return checksum(tensor) == told
-    return _digest(hashlib.sha256(), tensor)[:32] == told
+    return _is_of(told, _facts_of(tensor), _bytes_of(tensor))
 
 
-def _digest(hashed: Any, tensor: torch.Tensor) -> str:
-    hashed.update(f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}".encode())
-    # As bytes: numpy knows no bfloat16, and a view makes no copy of a mapped tensor.
-    hashed.update(tensor.reshape(-1).view(torch.uint8).numpy())
+def _is_of(checksum_told: str, facts: TensorFacts, content: memoryview) -> bool:
+    """Whether a checksum is that of a tensor with these bytes."""
+    if checksum_told.startswith(_XXH3):
+        return _digest(xxhash.xxh3_128(), facts, content) == checksum_told[len(_XXH3) :]
+    return _digest(hashlib.sha256(), facts, content)[:32] == checksum_told
+
+
+def _digest(hashed: Any, facts: TensorFacts, content: memoryview) -> str:
+    dtype, shape = facts
+    hashed.update(f"{dtype}{shape}".encode())
+    hashed.update(content)
     return str(hashed.hexdigest())
+
+
+def _facts_of(tensor: torch.Tensor) -> TensorFacts:
+    return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # As bytes: numpy knows no bfloat16, and a view makes no copy of a mapped tensor.
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

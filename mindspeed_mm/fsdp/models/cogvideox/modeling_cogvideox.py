@@ -36,6 +36,8 @@ _LOG_NOISE = (-3.0, 0.5)
 """Mean and deviation of the logarithm of how much noise the released models saw on the given picture."""
 _OFS = 2.0
 """What 1.5 takes for `ofs` in image to video; in no configuration."""
+_TABLES_KEPT = 4
+"""Sizes whose rotary tables are kept; at 81 frames of 768 × 1360 pixels they take 23 MB."""
 _DECODED_TOGETHER = 8
 """The VAE decodes latent frames in pairs, of which the first may be three, and so gives back 8k + 1 frames alone; the
 model cards ask for such numbers, too."""
@@ -179,12 +181,30 @@ class CogVideoXAdapter(DiffusionAdapter):
 
     def rotary_tables(self, latent_size: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, (tokens, head width) each, in fp32. 1.0 scales the positions of a picture so that it
-        covers the one that the model was trained on; 1.5 counts from its corner.
+        covers the one that the model was trained on; 1.5 counts from its corner. Those of the sizes seen last are kept:
+        they are made by a hundred small operations.
 
         Args:
             latent_size: Frames, height and width of the latents.
             device: Of the tables.
         """
+        place = latent_size, device
+        if place in self._tables:
+            return self._tables[place]
+        with torch.inference_mode(False):  # what is kept may be trained with later
+            made = self._make_tables(latent_size, device)
+        if type(made[0]) is torch.Tensor:  # others hold no numbers: they are of a simulated run
+            self._tables[place] = made
+            if len(self._tables) > _TABLES_KEPT:
+                del self._tables[next(iter(self._tables))]
+        return made
+
+    @cached_property
+    def _tables(self) -> dict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, torch.Tensor]]:
+        """What `rotary_tables` has made."""
+        return {}
+
+    def _make_tables(self, latent_size: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         from diffusers.models.embeddings import get_3d_rotary_pos_embed  # an extra, and seconds to import
 
         config, (frames, height, width) = self.transformer_config, latent_size

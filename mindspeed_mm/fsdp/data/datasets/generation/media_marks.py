@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,17 @@ class MediaMarks:
         except (OSError, ValueError, TypeError, AttributeError):
             return cls()
 
-    @classmethod
-    def of(cls, rows: Iterable[GenerationRow], headers: Iterable[MediaHeader], media: MediaLoader) -> MediaMarks:
-        """Of media as they are now; media that stand in their rows have none. What a row declares is no header."""
-        entries = {}
-        for row, header in zip(rows, headers, strict=True):
-            mark = mark_of(row, media)
-            if mark is not None:
-                # Height 0 says that the file itself was not looked into: `header` passes over it.
-                entries[row.name] = (mark, MediaHeader(0, 0) if row.declares else header)
-        return cls(entries)
+    def add(self, row: GenerationRow, header: MediaHeader, mark: Mark | None) -> None:
+        """Note a row's medium as it is now; what a row declares is no header.
+
+        Args:
+            row: Names it.
+            header: What is known of it.
+            mark: As of `mark_of`; a medium that stands in its row has none, and is not noted.
+        """
+        if mark is not None:
+            # Height 0 says that the file itself was not looked into: `header` passes over it.
+            self._entries[row.name] = (mark, MediaHeader(0, 0) if row.declares else header)
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
