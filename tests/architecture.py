@@ -51,6 +51,7 @@ KEPT_APART = {
         "fsdp.models.diffusion.one_frame_vae",
     ),
     "one module a verb, by whose name the command line finds it": ("cli.train",),
+    "one module a means of speed; the other one applies all of them in order": ("fsdp.features.speed.tower_operators",),
     "the documents name both programs": ("inference_sora", "pretrain_sora"),
     "examples use it without the other one": ("quickstart.scans", "quickstart.tiny_model"),
     "it can be imported without verl, which the other one needs": ("verl.batches", "verl.settings"),
