@@ -88,7 +88,6 @@ KEPT_APART = {
     "an algorithm with its source, that is understood, and compared with its reference, without the other one": (
         "fsdp.data.dataloader.pairing",
         "fsdp.loss.code_heads",
-        "fsdp.loss.drawn_pictures",
         "fsdp.models.kimi_k3.tiktoken_file",
         "fsdp.loss.reward_pairs",
         "fsdp.models.mimov2_5.audio_codes",
