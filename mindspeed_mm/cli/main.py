@@ -224,9 +224,14 @@ def _report(message: str, code: int, as_json: bool, problems: Sequence[Problem] 
     sys.stdout.flush()
     say(without_secrets("\n".join(prefix + line for line in text.split("\n"))), err=True)
     if as_json and rank == "0" and not _has_launcher():
-        hidden = [Problem(*map(without_secrets, astuple(problem))) for problem in problems]
-        say_failure(without_secrets(message), code, hidden)
+        say_failure(without_secrets(message), code, [_hidden(problem) for problem in problems])
     return int(code)
+
+
+def _hidden(problem: Problem) -> Problem:
+    """The same without secrets in its texts."""
+    *texts, count = astuple(problem)
+    return Problem(*map(without_secrets, texts), count=count)
 
 
 def _has_launcher() -> bool:
