@@ -14,7 +14,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import NoReturn
 
@@ -230,8 +229,8 @@ def _report(message: str, code: int, as_json: bool, problems: Sequence[Problem] 
 
 def _hidden(problem: Problem) -> Problem:
     """The same without secrets in its texts."""
-    *texts, count = astuple(problem)
-    return Problem(*map(without_secrets, texts), count=count)
+    what, where, key, way_out = map(without_secrets, (problem.what, problem.where, problem.key, problem.way_out))
+    return Problem(what, where, key, way_out, problem.count)
 
 
 def _has_launcher() -> bool:
