@@ -246,8 +246,8 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("borders", "copies"), [([0, 4, 8, 12], False), ([0, 4, 5, 12], True)])
-def test_documents_of_one_length_are_not_copied(borders, copies):
+@pytest.mark.parametrize(("borders", "splits"), [([0, 4, 8, 12], False), ([0, 4, 5, 12], True)])
+def test_documents_of_one_length_are_copied_on_their_way_out_alone(borders, splits):
     """Heads lie behind tokens, as projections leave them."""
     q, k, v = (torch.randn(1, 12, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
     with Copies() as found:
@@ -255,7 +255,7 @@ def test_documents_of_one_length_are_not_copied(borders, copies):
             LAYER, *(each.transpose(1, 2) for each in (q, k, v)), None, cu_seq_lens_q=torch.tensor(borders)
         )
         output.sum().backward()
-    assert bool(found.names) == copies, found.names
+    assert (set(found.names) > {"clone"}) == splits, found.names
 
 
 def test_sinks_with_a_mask_equal_the_formula():
