@@ -154,6 +154,7 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_two_steps_of_the_whole_road(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

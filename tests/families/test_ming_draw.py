@@ -160,7 +160,7 @@ def make_run(folder: Path, task: str = "t2i", made: Path | None = None) -> Path:
 FEATURES = "data.dataset_param.basic_parameters.features_dir="
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["t2i", pytest.param("edit", marks=pytest.mark.slow)])
 def test_a_loss_is_that_of_the_formula(task: str, tmp_path: Path, made: Path) -> None:
     """Raw pictures and features, in fp64: a step is the mean over samples of |v − (ε − x)|², σ logit-normal and shifted
     by the scheduler's 3. What is not trained stays, and the export goes back to the released names."""

@@ -154,9 +154,8 @@ def test_what_encoding_takes_is_known_to_the_byte(run: Path) -> None:
     assert ledger.alive_at(ledger.peak()).total() == tracker.peak().by_category["temporary"]
 
 
-@pytest.mark.parametrize(
-    ("width", "phase"), [pytest.param(32, "backward", marks=pytest.mark.slow), (192, "encoding of pictures")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "phase"), [(32, "backward"), (192, "encoding of pictures")])
 def test_the_forecast_has_the_vae(tmp_path: Path, width: int, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a VAE with few features the step is the fullest moment, of one with many the encoding. What is measured lacks
     the decoder, which no operator of a step touches."""

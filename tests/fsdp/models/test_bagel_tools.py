@@ -73,6 +73,7 @@ def test_each_set_of_parameters_costs_its_own_tokens(run: Path, packs: bool) -> 
     assert products == sum(part.full.forward for (_, kind), part in parts if kind == "linear")
 
 
+@pytest.mark.slow
 def test_the_first_yaml_reads_its_rows(run: Path, tmp_path: Path) -> None:
     """Its folder has no chat template, and needs none."""
     rows = run.parent / "rows" / "rows.jsonl"

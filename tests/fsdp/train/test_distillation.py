@@ -371,7 +371,8 @@ def test_adapters_are_trained_on_either_teacher(folder: Path, tmp_path: Path) ->
 ADAPTERS = ("training.lora.enable=true", "posttrain.reference.kind=frozen")
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(ADAPTERS, marks=pytest.mark.slow)], ids=["whole", "adapters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ADAPTERS], ids=["whole", "adapters"])
 def test_the_forecast_counts_all_three_models(words: tuple[str, ...], tmp_path: Path) -> None:
     """Within 3 % of what a step holds; without the critic it is a quarter off."""
     make_tiny_flux(tmp_path / "model", num_layers=4, num_single_layers=8)
