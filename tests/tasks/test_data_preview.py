@@ -187,6 +187,19 @@ class TestWhichRows:
             assert (row.when.step, row.when.of_steps) == (step, 6)
         assert preview.run(DataPreviewRequest(yaml, words, count=7, nproc=2)).shown[4].when.step == 1  # type: ignore[union-attr]
 
+    def test_rows_that_packing_leaves_over_are_of_the_next_epoch(self, yaml: Path) -> None:
+        words = basics(packing=True, cutoff_len=64, max_samples=24)
+        loader = open_data(yaml, words).loader()
+        steps = loader.steps_per_epoch
+        assert steps is not None
+        *_, next_epoch = itertools.islice(loader, steps + 1)
+        shown = preview.run(DataPreviewRequest(yaml, words, count=24)).shown
+        places = {row.place: row.when for row in shown}
+        late = {name: when for name, when in places.items() if when is not None and when.epoch == 1}
+        assert late and late.keys() <= {name for batch in next_epoch for name in batch["sample_ids"]}
+        assert {(when.step, when.of_steps) for when in late.values()} == {(1, steps)}
+        assert all(when is None or when.step <= steps for when in places.values())
+
     def test_rows_for_validation(self, yaml: Path) -> None:
         words = basics(val_dataset=str(yaml.parent / "rows.jsonl"), val_max_samples=5)
         found = preview.run(DataPreviewRequest(yaml, words, validation=True))
