@@ -350,7 +350,7 @@ def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
         return list(range(min(count, size)))
     rows: list[int] = []
     position = DataPosition(0, 0)
-    while len(rows) < min(count, size) and position.epoch == 0:
+    while len(rows) < min(count, size) and _is_in_first_epoch(position):
         planned = loader.order.step(position)
         position = planned.after
         for micro_batch in planned.step:
@@ -360,13 +360,18 @@ def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
     return rows[:count]
 
 
+def _is_in_first_epoch(position: DataPosition) -> bool:
+    """Whether rows of it are still to be taken: some may wait when those of the next epoch are drawn already."""
+    return position.epoch == 0 or any(pick.epoch == 0 for pick in position.pending)
+
+
 def places_in_epoch(loader: MMDataLoader, rows: Sequence[int]) -> dict[int, PlaceInEpoch]:
     """When rows of the first epoch are taken; those that come too late to be looked for are missing."""
     wanted, steps = set(rows), loader.steps_per_epoch
     found: dict[int, PlaceInEpoch] = {}
     position, number = DataPosition(0, 0), 0
     latest = time.monotonic() + _MOST_SECONDS
-    while wanted and position.epoch == 0 and time.monotonic() < latest:
+    while wanted and _is_in_first_epoch(position) and time.monotonic() < latest:
         planned = loader.order.step(position)
         number, position = number + 1, planned.after
         epoch, step, of_steps = 0, number, steps
