@@ -78,6 +78,15 @@ def gemma4_image(draw: torch.Generator) -> Item:
     return [VISION_START, *[IMAGE] * 4, VISION_END], {"pixel_values": pixels, "image_position_ids": places}
 
 
+def lfm2_image(draw: torch.Generator) -> Item:
+    """Flat patches of a picture of 4 × 4, padded to the most that a picture may have; squares of four are one token."""
+    pixels = torch.zeros(1, 20, 3 * PATCH * PATCH, dtype=torch.float64)
+    pixels[:, :16] = torch.randn(1, 16, 3 * PATCH * PATCH, generator=draw).double()
+    real = (torch.arange(20) < 16).int()[None]
+    tensors = {"pixel_values": pixels, "spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": real}
+    return [VISION_START, *[IMAGE] * 4, VISION_END], tensors
+
+
 def prefix(_: torch.Generator) -> Item:
     """Tokens that see each other both ways, without a medium."""
     return [*[IMAGE] * 5], {}
@@ -92,6 +101,7 @@ def molmo2_image(draw: torch.Generator) -> Item:
     return ids, {"pixel_values": pixels, "image_token_pooling": pooling, "image_grids": torch.tensor([[2, 2, 0, 0]])}
 
 
+LFM2 = TEXT | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MOLMO2 = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -130,6 +140,18 @@ MORE: dict[str, Family] = {
     "olmo_hybrid": Family(
         of("OlmoHybridConfig", **HEADS, **{k: v for k, v in DELTA.items() if "head_dim" in k or k == "layer_types"}),
         "OlmoHybridForCausalLM",
+    ),
+    "lfm2": Family(of("Lfm2Config", **LFM2), "Lfm2ForCausalLM"),
+    "lfm2_moe": Family(
+        of("Lfm2MoeConfig", **LFM2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1),
+        "Lfm2MoeForCausalLM",
+    ),
+    "lfm2_vl": Family(
+        of(
+            "Lfm2VlConfig", text_config={"model_type": "lfm2", **LFM2}, image_token_id=IMAGE, projector_hidden_size=32,
+            vision_config=TOWER | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        ),
+        "Lfm2VlForConditionalGeneration", {"image": lfm2_image, "image2": lfm2_image},
     ),
     "mimo_v2_flash": Family(
         of(

@@ -20,6 +20,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.media_views import sound_uri, view_medium, wave_points
@@ -186,6 +187,30 @@ class TestWhichRows:
             step = next(number for number, names in enumerate(steps, 1) if row.place in names)
             assert (row.when.step, row.when.of_steps) == (step, 6)
         assert preview.run(DataPreviewRequest(yaml, words, count=7, nproc=2)).shown[4].when.step == 1  # type: ignore[union-attr]
+
+    def test_rows_that_packing_leaves_over_are_of_the_next_epoch(self, yaml: Path) -> None:
+        words = basics(packing=True, cutoff_len=64, max_samples=24)
+        loader = open_data(yaml, words).loader()
+        steps = loader.steps_per_epoch
+        assert steps is not None
+        *_, next_epoch = itertools.islice(loader, steps + 1)
+        shown = preview.run(DataPreviewRequest(yaml, words, count=24)).shown
+        places = {row.place: row.when for row in shown}
+        late = {name: when for name, when in places.items() if when is not None and when.epoch == 1}
+        assert late and late.keys() <= {name for batch in next_epoch for name in batch["sample_ids"]}
+        assert {(when.step, when.of_steps) for when in late.values()} == {(1, steps)}
+        assert all(when is None or when.step <= steps for when in places.values())
+
+    def test_rows_that_wait_while_the_next_epoch_is_drawn_are_found(self, yaml: Path) -> None:
+        alone = preview.run(DataPreviewRequest(yaml, basics(max_samples=8), count=8)).shown
+        tokens = sum(len(row.answers[0].ids) for row in alone)
+        of_a_row = int(0.4 * tokens)  # two rows of a step hold 0.8 of all
+        words = [*basics(packing=True, cutoff_len=of_a_row, max_samples=8), "data.dataloader_param.drop_last=false"]
+        position = open_data(yaml, words).loader().order.step(DataPosition(0, 0)).after
+        assert position.epoch == 1 and position.overdue
+        shown = preview.run(DataPreviewRequest(yaml, words, count=8)).shown
+        assert sorted(row.index for row in shown) == list(range(8))
+        assert all(row.when is not None for row in shown)
 
     def test_rows_for_validation(self, yaml: Path) -> None:
         words = basics(val_dataset=str(yaml.parent / "rows.jsonl"), val_max_samples=5)

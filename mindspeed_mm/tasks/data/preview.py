@@ -45,7 +45,7 @@ class PlaceInEpoch:
     step: int
     """From 1."""
     of_steps: int | None
-    """None: nobody knows, while rows are streamed."""
+    """None: nobody knows, while rows are streamed or the number is an estimate that was too low."""
     micro_batch: int
     """From 1, over all ranks."""
 
@@ -350,7 +350,7 @@ def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
         return list(range(min(count, size)))
     rows: list[int] = []
     position = DataPosition(0, 0)
-    while len(rows) < min(count, size) and position.epoch == 0:
+    while len(rows) < min(count, size) and _is_in_first_epoch(position):
         planned = loader.order.step(position)
         position = planned.after
         for micro_batch in planned.step:
@@ -360,20 +360,31 @@ def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
     return rows[:count]
 
 
+def _is_in_first_epoch(position: DataPosition) -> bool:
+    """Whether rows of it are still to be taken: some may wait when those of the next epoch are drawn already."""
+    return position.epoch == 0 or any(pick.epoch == 0 for pick in position.pending)
+
+
 def places_in_epoch(loader: MMDataLoader, rows: Sequence[int]) -> dict[int, PlaceInEpoch]:
-    """When the first epoch takes rows; those that come too late to be looked for are missing."""
-    wanted = set(rows)
+    """When rows of the first epoch are taken; those that come too late to be looked for are missing."""
+    wanted, steps = set(rows), loader.steps_per_epoch
     found: dict[int, PlaceInEpoch] = {}
     position, number = DataPosition(0, 0), 0
     latest = time.monotonic() + _MOST_SECONDS
-    while wanted and position.epoch == 0 and time.monotonic() < latest:
+    while wanted and _is_in_first_epoch(position) and time.monotonic() < latest:
         planned = loader.order.step(position)
         number, position = number + 1, planned.after
+        epoch, step, of_steps = 0, number, steps
+        if steps is not None and number > steps:
+            if loader.order.is_exact:  # what packing leaves over goes first in the next epoch
+                epoch, step = 1, number - steps
+            else:
+                of_steps = None
         for place, micro_batch in enumerate(planned.step, 1):
             for pick in micro_batch.picks:
                 if pick.row in wanted and pick.epoch == 0:
                     wanted.discard(pick.row)
-                    found[pick.row] = PlaceInEpoch(0, number, loader.steps_per_epoch, place)
+                    found[pick.row] = PlaceInEpoch(epoch, step, of_steps, place)
     return found
 
 

@@ -28,6 +28,7 @@ MORE_FAMILIES = {
     "deepseek_vl": [["image"], []],
     "deepseek_vl_hybrid": [[], ["image"]],
     "qwen3_asr": [[], ["audio"]],
+    "lfm2_vl": [["image"], []],
 }
 LAYOUTS = FAMILIES | MORE_FAMILIES
 

@@ -28,12 +28,12 @@ from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, AttentionError, without
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import FAMILIES as USUAL
-from tests.helpers.packed_families import PAD, Family, InDouble, Plugin, transformers
+from tests.helpers.packed_families import PAD, Family, InDouble, Plugin, of, transformers
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.parity import ParityError, StepRecord, compare_steps, record_step
 
 FAMILIES = USUAL | MORE
-DEFAULT = ("qwen3", "gpt_oss", "qwen3_vl", "qwen3_5", "omni")
+DEFAULT = ("qwen3", "gpt_oss", "qwen3_vl", "qwen3_5", "omni", "lfm2")
 """Of the default run; the others are slow ones."""
 
 every_family = pytest.mark.parametrize(
@@ -179,6 +179,7 @@ def test_a_tower_is_not_told_the_texts_borders() -> None:
         ("hrm_text prefixes", "blocks_key", lambda model: None),
         ("molmo2", "blocks_key", lambda model: None),
         ("bailing_hybrid", "find_mixers", lambda model: []),
+        ("lfm2_vl", "find_mixers", lambda model: []),
     ],
 )
 def test_what_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, part: str, left_out: Any) -> None:
@@ -233,7 +234,6 @@ def test_kernels_that_know_no_borders_are_refused(attention: str) -> None:
         (transformers.WhisperConfig(), "WhisperForConditionalGeneration", "encoder-decoder"),
         (transformers.MambaConfig(num_hidden_layers=1), "MambaForCausalLM", "not behind transformers' interface"),
         (transformers.RecurrentGemmaConfig(num_hidden_layers=3), "RecurrentGemmaForCausalLM", "carry a state"),
-        (transformers.Lfm2Config(num_hidden_layers=1, layer_types=["conv"]), "Lfm2ForCausalLM", "layers of type conv"),
         (transformers.Llama4TextConfig(num_hidden_layers=2), "Llama4ForCausalLM", "layers of type chunked_attention"),
     ],
 )
@@ -242,6 +242,16 @@ def test_models_that_mix_documents_are_refused(config: Any, model: str, words: s
         made = getattr(transformers, model)._from_config(config)
     with pytest.raises(ConfigError, match=words):
         apply_packed_rows(made)
+
+
+def test_attention_with_a_convolution_inside_is_refused() -> None:
+    """Zaya's: its queries and keys are mixed over tokens by a module that is not told the borders."""
+    config = of("ZayaConfig", num_hidden_layers=1)()
+    with torch.device("meta"):
+        model = transformers.ZayaForCausalLM._from_config(config)
+    assert packed_rows.find_mixers(model) == []
+    with pytest.raises(ConfigError, match=r"carry a state[\s\S]*layers of type hybrid"):
+        apply_packed_rows(model)
 
 
 def test_attention_that_looks_no_kernel_up_is_refused() -> None:

@@ -25,8 +25,11 @@ from mindspeed_mm.fsdp.models.loading.meta_device import parameters_on_meta
 from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.fsdp.tools.flops_tool.count import Flops
+from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape, imagined_batch
 from mindspeed_mm.fsdp.tools.flops_tool.products import CHUNK, Reader, delta_sizes
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from mindspeed_mm.fsdp.tools.flops_tool.units import CUTS, PATCHES
+from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA as MEDIA_TOKENS
 from tests.helpers.counted_flops import batched_product
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
 from tests.helpers.packed_more_families import MORE
@@ -170,6 +173,42 @@ def test_linear_attention(name: str) -> None:
         if hasattr(net, "forget_gate"):  # K·Kᵀ and Q·Kᵀ with a decay for each channel: multiplied by elements
             expected += 3 * 2 * heads * 2 * 2 * TOKENS * CHUNK * key
     assert own == expected
+
+
+def test_short_convolutions_and_flat_patches() -> None:
+    """LFM2-VL: two pictures of unlike sizes; patches that only fill up the smaller one are no work of ours."""
+    model = build("lfm2_vl")
+
+    def pictures(_: torch.Generator) -> tuple[list[int], Batch]:
+        shapes = torch.tensor([[4, 4], [2, 4]])
+        real = (torch.arange(16) < shapes.prod(dim=-1, keepdim=True)).int()
+        pixels = torch.randn(2, 16, 3 * model.config.vision_config.patch_size**2)
+        return [IMAGE] * 6, {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real}
+
+    batch = batch_of("lfm2_vl", (pictures,))  # type: ignore[arg-type]
+    count = count_flops(model, head_on_labels=False)
+    assert count is not None
+    lengths = count.lengths(batch)
+    assert (lengths[PATCHES], lengths[MEDIA_TOKENS]) == ([16, 8], [6])
+    filled = {**lengths, PATCHES: [16, 16], CUTS: [16, 16]}  # what eager attention runs
+    own = sum(flops.full.model for (_, kind), flops in count.by_module(filled).items() if kind != "convolution")
+    assert own == counted(run_of(model, batch)) - _convolutions(run_of(model, batch))
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl", "gemma3", "lfm2_vl", "qwen3_vl"])
+def test_an_imagined_picture_has_a_real_ones_tokens(name: str) -> None:
+    model, real = build(name), batch_of(name, ("image",))
+    height, width = 16, 16
+    if name in ("lfm2_vl", "qwen3_vl"):  # pictures of any size
+        patch = model.config.vision_config.patch_size
+        *_, rows, columns = real.get("spatial_shapes", real.get("image_grid_thw"))[0].tolist()
+        height, width = rows * patch, columns * patch
+    imagined = imagined_batch(model, SampleShape(tokens=TOKENS, images=1, height=height, width=width), 1)
+    count = count_flops(model)
+    assert count is not None
+    found, expected = count.lengths(imagined), count.lengths(real)
+    for unit in (CUTS, PATCHES, MEDIA_TOKENS):
+        assert list(found[unit]) == list(expected[unit]) != []
 
 
 def _convolutions(run: Callable[[], torch.Tensor]) -> int:

@@ -41,10 +41,10 @@ KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
 _KNOW_BORDERS = (ATTENTION_NAME, *OF_PACKAGES)
 """Kernels that read the borders."""
-_KEPT_APART = frozenset(
-    {"full_attention", "sliding_attention", "linear_attention", "reference_sliding_attention", "minimax_m3_sparse"}
-)
+_KEPT_APART = frozenset({"full_attention", "sliding_attention", "reference_sliding_attention", "minimax_m3_sparse"})
 """Kinds of layers that see one document at a time."""
+_WITH_STATE = frozenset({"linear_attention", "conv"})
+"""Kinds of layers that see one document at a time where they are run document by document."""
 _BLOCKS = {
     "gemma3": "token_type_ids",
     "gemma4": "mm_token_type_ids",
@@ -127,8 +127,8 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
         yield "the model's layers carry a state over tokens, and it is not known how to reset it between documents"
     kept_apart = _KEPT_APART
-    if not has_mixers:
-        kept_apart -= {"linear_attention"}
+    if has_mixers:
+        kept_apart |= _WITH_STATE
     looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
     if looking_beyond:
         yield f"the model has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
@@ -201,14 +201,26 @@ def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
-    """Layers that carry a state from token to token (gated delta nets, state spaces, linear attention): transformers
-    hands them `cache_params`. Of two inside each other the inner one."""
+    """Layers that carry a state from token to token (gated delta nets, state spaces, linear attention, short
+    convolutions): transformers hands them `cache_params`, or they put what a convolution saw into the cache. Of two
+    inside each other the inner one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if {"hidden_states", "cache_params"} <= inspect.signature(module.forward).parameters.keys():
+        takes = inspect.signature(module.forward).parameters
+        if "hidden_states" in takes and ("cache_params" in takes or _is_convolution(module)):
             found[name] = module
     holders = holding_others(found, found)
     return [module for name, module in found.items() if name not in holders]
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Whether a layer is a convolution over tokens that gets the borders of documents (LFM2's), and no attention with
+    one inside it (Zaya's)."""
+    takes = inspect.signature(module.forward).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes):
+        return False
+    own = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
+    return any(_names_in_code(kind, "update_conv_state") for kind in own)
 
 
 def leave_borders_out(_: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:

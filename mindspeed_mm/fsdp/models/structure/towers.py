@@ -312,6 +312,8 @@ def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettin
         return _patches_with_grid
     if "image_position_ids" in taken:
         return _patches_with_places
+    if "spatial_shapes" in taken:
+        return _patches_with_shapes
     if not needed <= {"pixel_values", "image_sizes"}:
         return None
     if "pixel_attention_mask" in taken:
@@ -371,6 +373,13 @@ def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Te
     places = [[number % pool, number // pool] for number in range(pool * pool)]
     pixels = _empty_picture(1, pool * pool, _channels(whole) * _area(vision.patch_size), dtype=dtype)
     return pixels, {"image_position_ids": _numbers([places])}
+
+
+def _patches_with_shapes(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """LFM2-VL, which sees by SigLIP2: flat patches with the rows and columns of each picture; one merged square."""
+    side: int = attribute_at(whole, "config.downsample_factor", 1)
+    pixels = _empty_picture(1, side * side, _channels(whole) * _area(_vision(whole).patch_size), dtype=dtype)
+    return pixels, {"spatial_shapes": _numbers([[side, side]]), "pixel_attention_mask": _numbers([[1] * side * side])}
 
 
 # --- sound ------------------------------------------------------------------------------------------------------------

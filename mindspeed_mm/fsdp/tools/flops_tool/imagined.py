@@ -125,6 +125,12 @@ def _seen(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
         times = -(-sample.frames // (side_of(vision, "temporal_patch_size") or 1))  # rounded up
         name = "image_grid_thw" if sample.frames == 1 else "video_grid_thw"
         return {name: torch.tensor([[times, height, width]] * count)}
+    fold = setting_of(model.config, int, "downsample_factor")
+    if patch is not None and fold is not None:  # LFM2-VL: flat patches of pictures of any size
+        height, width = (_squares(side, patch * fold) * fold for side in _sides(sample))
+        shapes = torch.tensor([[height, width]] * count * sample.frames)
+        pixels = torch.empty(len(shapes), height * width, 3 * patch**2, device="meta")
+        return {"pixel_values": pixels, "spatial_shapes": shapes}
     if setting_of(vision, str, "model_type") == "pixtral":
         height, width = _sides(sample)
         sizes = torch.tensor([[height, width]] * count)

@@ -59,7 +59,11 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
             return {}
         cuts = _by_pixels(batch, patch)
         patches = [each + extra for each in cuts]
-        return {units.CUTS: cuts, units.PATCHES: patches, units.MEDIA: [_placeholders(batch, markers) or sum(cuts)]}
+        return {
+            units.CUTS: cuts,
+            units.PATCHES: patches,
+            units.MEDIA: [_placeholders(batch, markers) or _handed_on(model, cuts)],
+        }
 
     return lengths
 
@@ -115,12 +119,26 @@ def _by_pixels(batch: Batch, patch: int) -> list[int]:
         shape = batch[name].shape
         if places in batch:
             found += (batch[places] >= 0).all(dim=-1).sum(dim=-1).reshape(-1).tolist()
+        elif "spatial_shapes" in batch:  # flat patches, filled up to those of the largest picture
+            found += batch["spatial_shapes"].prod(dim=-1).tolist()
         elif "image_sizes" in batch and len(shape) == 4:
             found += [(height // patch) * (width // patch) for height, width in batch["image_sizes"].tolist()]
         else:
             *counts, _, height, width = shape
             found += [(height // patch) * (width // patch)] * math.prod(counts)
     return found
+
+
+def _handed_on(model: nn.Module, cuts: Sequence[int]) -> int:
+    """Tokens that the decoder gets of so many patches, by the settings of towers that join neighbours: so many of each
+    picture (Gemma3), or squares of patches (InternVL, Idefics3, LFM2-VL)."""
+    of_each = setting_of(model.config, int, "mm_tokens_per_image")
+    if of_each is not None:
+        return len(cuts) * of_each
+    ratio = setting_of(model.config, float, "downsample_ratio")
+    if ratio is not None:
+        return round(sum(cuts) * ratio**2)
+    return sum(cuts) // (side_of(model.config, "downsample_factor", "scale_factor") or 1) ** 2
 
 
 def _placeholders(batch: Batch, markers: set[int]) -> int:
