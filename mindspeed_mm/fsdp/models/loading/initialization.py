@@ -208,5 +208,6 @@ def _check_set(name: str, tensor: torch.Tensor) -> None:
         raise ModelFolderError(
             "the model's code does not initialise this parameter",
             key=name,
-            way_out="Set it in `_init_weights(module)` of the model, or in `reset_parameters()` of its module.",
+            way_out="Set it in `_init_weights(module)` of the innermost model around it, the one that is asked, or in "
+            "`reset_parameters()` of its module.",
         )
