@@ -241,6 +241,19 @@ class TestBatches:
             )
         )
         assert kept.exit_code == 0
+        assert of_kind(kept, "repeated rows").fixes[0].what.startswith("lower micro_batch_size or gradient_accum")
+
+    def test_packs_that_hold_rows_more_than_once(self, good: Path) -> None:
+        """A pack of all rows many times over costs as many times what one of them each would."""
+        words = [*basics(packing=True, cutoff_len=4096, max_samples=4), "data.dataloader_param.drop_last=false"]
+        finding = of_kind(check.run(DataCheckRequest(good, words)), "repeated rows")
+        assert (finding.severity, finding.rows) == ("warning", 4)
+        assert re.fullmatch(
+            r"an epoch fills only \d% of a step, so each step reads the data about \d+ times", finding.what
+        )
+        smaller = "data.dataloader_param.max_tokens_per_batch"
+        assert finding.fixes[0].what.startswith(f"lower {smaller.rpartition('.')[2]} ")
+        assert check.run(DataCheckRequest(good, [*words, f"{smaller}=64"])).findings == []
 
     def test_rows_above_a_budget(self, good: Path) -> None:
         words = ["data.dataloader_param.max_tokens_per_batch=400", "data.dataloader_param.max_patches_per_batch=20"]
