@@ -12,9 +12,11 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import keys_beside
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of, marks_left_to_collators
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import labels_apart, token_arrays
 from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
+from mindspeed_mm.fsdp.params.cards import dataset_modules
 from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 
 
@@ -90,9 +92,11 @@ def warnings_of_samples(loader: MMDataLoader) -> Iterator[str]:
 
 
 def _sizes_apart(loader: MMDataLoader) -> Iterator[str]:
-    """A warning where packs or budgets count with another length of a first sample than it has."""
+    """A warning where packs or budgets count with another length of a first sample than it has, as code from outside
+    may make them."""
     dataset = loader.dataset
-    if loader.order.shape is None:
+    is_built_in = type(dataset.origin).__module__ in dataset_modules().values()
+    if loader.order.shape is None or (is_built_in and type(dataset.plugin) not in MM_PLUGINS.loaded().values()):
         return
     for pick in loader.order.step(DataPosition(0, 0)).step[0].picks:
         told = dataset.measure(pick.row)

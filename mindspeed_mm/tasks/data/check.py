@@ -215,7 +215,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
 def _of_first_batch(data: OpenedData, ranks: int) -> list[DataFinding]:
     """What is wrong with how rows are joined: seen where the first micro-batch is made."""
     if data.is_validation:  # which takes every row once, however few there are
-        ranks = 1
+        ranks = least_ranks(data.arguments.parallel)
     try:
         loader = data.loader(ranks)
         next(iter(loader))
