@@ -226,7 +226,7 @@ def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     expected = whole_steps(str(run))
     micro = 2 if "tensor" in "".join(more) else 1
     words = [f"training.micro_batch_size={micro}", *more]
-    for measured in run_ranks(2, steps_of, str(run), words, timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), words):
         compare_steps(expected, measured, 1e-8)
 
 

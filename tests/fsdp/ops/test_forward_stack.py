@@ -79,7 +79,7 @@ def stacks_of_a_run(yaml: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_run_with_everything_on_stacks_each_module_in_the_order_of_assembly(tmp_path: Path) -> None:
-    found = run_ranks(2, stacks_of_a_run, str(FAMILIES["text"].make(tmp_path)), timeout_s=300)[0]
+    found = run_ranks(2, stacks_of_a_run, str(FAMILIES["text"].make(tmp_path)))[0]
     assert found["model.layers.0"] == ["compile", "recompute", "offload", "slices"]
     assert found["lm_head"] == ["head loss", "tensor"]
     assert found["model.layers.0.mlp.up_proj"] == ["tensor"]
