@@ -359,7 +359,7 @@ def _check_sizes_are_of_its_samples(kind: type) -> None:
     if "conversation" in dir(kind):
         way_out += " A row that is only read otherwise overrides conversation(index) instead, of which all are made."
     raise ConfigError(
-        f"{kind.__name__} makes samples of its own, and {' and '.join(whole)} tell the sizes of other samples",
+        f"{kind.__name__} makes samples of its own, but their sizes come from {' and '.join(whole)}, made for others",
         key="data.dataset_param.dataset_type",
         way_out=way_out,
     )

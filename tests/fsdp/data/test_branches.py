@@ -330,6 +330,12 @@ class Plain(QwenVLPlugin):
 class Derived(Plain):
     SAYS
 """
+BORROWED = """
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
+
+register_mm_plugin("Qwen3VLProcessor")(QwenVLPlugin)
+"""
 
 
 @pytest.mark.parametrize(
@@ -338,6 +344,7 @@ class Derived(Plain):
         (NOISY, "Turned"),
         (PLAIN.replace("SAYS", "pass"), "Derived"),
         (PLAIN.replace("SAYS", "is_deterministic = True"), ""),
+        (BORROWED, ""),
     ],
 )
 def test_b_what_a_media_plugin_may_draw_is_not_kept_for_all_epochs(folder: Path, source: str, refused: str) -> None:

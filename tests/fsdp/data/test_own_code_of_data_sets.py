@@ -188,7 +188,7 @@ class ForeignLonger(Foreign):
 @pytest.mark.parametrize("kind", [Longer, LongerLater, ForeignLonger])
 def test_sizes_of_other_samples_are_refused(kind: type) -> None:
     """Packs would be planned for samples that the run does not have."""
-    with pytest.raises(ConfigError, match=f"{kind.__name__} makes samples of its own, and .*measure tell") as caught:
+    with pytest.raises(ConfigError, match=f"{kind.__name__} makes .* sizes come from .*measure, made") as caught:
         as_mm_dataset(kind())
     assert f"Define measure in {kind.__name__}, too; where" in caught.value.problems[0].way_out
 
