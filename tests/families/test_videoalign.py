@@ -24,8 +24,6 @@ from PIL import Image
 from mindspeed_mm import inference_videoalign, pretrain_videoalign
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
-from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.datasets.rewardvideo import video_questions
 from mindspeed_mm.fsdp.data.datasets.rewardvideo.rewardvideo_dataset import RewardVideoDataset
 from mindspeed_mm.fsdp.data.datasets.rewardvideo.video_questions import DIMENSIONS, frame_numbers, question
@@ -380,14 +378,6 @@ def test_sizes_are_known_before_videos_are_decoded(run: Path) -> None:
     dataset = built_rows(run)
     pair = dataset[1]
     assert dataset.measure(1).tokens == len(pair["A"]["input_ids"]) + len(pair["B"]["input_ids"])
-
-
-@pytest.mark.parametrize("says", [{}, {"is_deterministic": True}])
-def test_clips_that_a_media_plugin_may_draw_are_not_kept(
-    run: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any]
-) -> None:
-    monkeypatch.setitem(MM_PLUGINS._entries, "Qwen2VLProcessor", type("Own", (QwenVLPlugin,), says))
-    assert built_rows(run).is_deterministic is bool(says)
 
 
 def test_a_model_without_rows_for_the_marks_is_refused(run: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
@@ -21,6 +23,8 @@ from mindspeed_mm.fsdp.data.sample_cache.identity import settings_of
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.register import data_register
+from mindspeed_mm.tasks.data.opening import open_data
+from tests.helpers.tiny_videoalign import write_reward_run
 
 
 class CountedRows(MMDataset):
@@ -126,6 +130,14 @@ def test_code_of_a_data_set_from_outside_makes_old_samples_void(
         path.write_text(text)
         found.append(settings_of(DatasetParam(), None, kind())["code"])
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("says", [{}, {"is_deterministic": True}])
+def test_clips_that_a_media_plugin_may_draw_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(MM_PLUGINS._entries, "Qwen2VLProcessor", type("Own", (QwenVLPlugin,), says))
+    assert open_data(write_reward_run(tmp_path)).dataset.is_deterministic is bool(says)
 
 
 class Measured(MMDataset):
