@@ -46,6 +46,8 @@ class SquarePictures(QwenVLPlugin):
     the pixels, `measure` of the header, so that lengths are known before a file is decoded.
     """
 
+    is_deterministic = True  # it draws no random numbers: `preprocess_on_fly: false` may keep what it encodes
+
     def encode_image(self, image: Image.Image) -> Any:
         """Pad, then as ever."""
         side = max(image.size)

@@ -57,7 +57,7 @@ class Loader:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given, self.batching = given, dict[str, Any]()
-        self.repeat_note, self.dataset, self.order = "", as_mm_dataset([1]), SimpleNamespace(dropped="")
+        self.repeat_note, self.dataset, self.order = "", as_mm_dataset([1]), SimpleNamespace(dropped="", shape=None)
 
     def steps_for(self, epochs: float) -> int:
         return 10

@@ -255,6 +255,18 @@ class TestBatches:
             )
         )
         assert kept.exit_code == 0
+        assert of_kind(kept, "repeated rows").fixes[0].what.startswith("lower micro_batch_size or gradient_accum")
+
+    def test_packs_that_hold_rows_more_than_once(self, good: Path) -> None:
+        """A pack of all rows many times over costs as many times what one of them each would."""
+        words = [*basics(packing=True, cutoff_len=4096, max_samples=4), "data.dataloader_param.drop_last=false"]
+        finding = of_kind(check.run(DataCheckRequest(good, words)), "repeated rows")
+        assert (finding.severity, finding.rows) == ("warning", 4)
+        # 58 + 30 + 54 + 35 = 177 tokens, of 2 * 4096 in a step
+        assert finding.what == "an epoch fills only 2% of a step, so each step reads the data about 46 times"
+        smaller = "data.dataloader_param.max_tokens_per_batch"
+        assert finding.fixes[0].what.startswith(f"lower {smaller.rpartition('.')[2]} ")
+        assert check.run(DataCheckRequest(good, [*words, f"{smaller}=64"])).findings == []
 
     def test_rows_above_a_budget(self, good: Path) -> None:
         words = ["data.dataloader_param.max_tokens_per_batch=400", "data.dataloader_param.max_patches_per_batch=20"]
@@ -271,8 +283,11 @@ class TestBatches:
         assert result.exit_code == 4
 
     def test_a_part_of_the_rows_says_nothing_about_that(self, good: Path) -> None:
-        result = check.run(DataCheckRequest(good, ["training.gradient_accumulation_steps=4"], nproc=4, limit=5))
+        words = ["training.gradient_accumulation_steps=4"]
+        result = check.run(DataCheckRequest(good, words, nproc=2, limit=5))
         assert (result.read, result.rows, result.exit_code) == (5, 24, 0)
+        few = check.run(DataCheckRequest(good, words, nproc=4, limit=5))  # which all of them are, usable or not
+        assert "24 samples, fewer than one global batch of 32" in of_kind(few, "first micro-batch").what
 
 
 def test_shares_of_a_mixture(tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ from mindspeed_mm.fsdp.data.dataloader.transport import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset, as_mm_dataset
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
-from mindspeed_mm.fsdp.data.sample_cache import can_keep_samples, encoded_up_front
+from mindspeed_mm.fsdp.data.sample_cache import (
+    can_keep_samples,
+    check_can_be_encoded_up_front,
+    encoded_up_front,
+)
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -198,6 +202,8 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
             dataset.draw_captions(seed)
             if dataset_param.dataset_type not in dataset_cards():
                 _follow_configuration(dataset, basic)
+            if not basic.preprocess_on_fly:
+                check_can_be_encoded_up_front(dataset)
     # To cut documents their lengths are needed, so they are encoded once where there is a place to keep them.
     keeps = train.cuts_documents and train.is_deterministic and can_keep_samples(basic)
     if not encode_ahead or (basic.preprocess_on_fly and not keeps):

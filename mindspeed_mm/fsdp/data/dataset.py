@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.model_kinds import ModelKind
@@ -329,7 +329,45 @@ _OPTIONAL_METHODS = tuple(
 
 
 def as_mm_dataset(dataset: object) -> MMDataset:
-    """The data set itself, or, where it is of another kind, wrapped."""
+    """The data set itself, or, where it is of another kind, wrapped.
+
+    Raises:
+        ConfigError: It makes samples of its own, and a base of it tells their sizes.
+    """
+    _check_sizes_are_of_its_samples(type(dataset))
     if isinstance(dataset, MMDataset):
         return dataset
     return WrappedDataset(dataset)
+
+
+def _check_sizes_are_of_its_samples(kind: type) -> None:
+    """Raise where a class overrides what makes samples, and inherits what tells their sizes: packs and budgets would
+    count with the sizes of other samples, and `mm data check` would show those."""
+    made_by = min(_definer(kind, name) for name in ("__getitem__", "item"))
+    stale = []
+    for name in ("measure", "outline"):
+        told_by = _definer(kind, name)
+        if made_by < told_by < len(kind.__mro__) and kind.__mro__[told_by] not in (MMDataset, DatasetView):
+            stale.append((name, kind.__mro__[told_by].__name__))
+    if not stale:
+        return
+    whole = [f"{base}.{name}" for name, base in stale]
+    way_out = (
+        f"Define {' and '.join(name for name, _ in stale)} in {kind.__name__}, too; where the sizes are still right, "
+        f"write {' and '.join(f'{name} = {base}.{name}' for name, base in stale)} in it."
+    )
+    if "conversation" in dir(kind):
+        way_out += " A row that is only read otherwise overrides conversation(index) instead, of which all are made."
+    raise ConfigError(
+        f"{kind.__name__} makes samples of its own, but their sizes come from {' and '.join(whole)}, made for others",
+        key="data.dataset_param.dataset_type",
+        way_out=way_out,
+    )
+
+
+def _definer(kind: type, name: str) -> int:
+    """Place in the order of bases of the class that defines a member; their number where none does."""
+    for place, base in enumerate(kind.__mro__):
+        if name in vars(base):
+            return place
+    return len(kind.__mro__)

@@ -12,9 +12,11 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import keys_beside
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of, marks_left_to_collators
-from mindspeed_mm.fsdp.data.data_utils.token_arrays import labels_apart
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import labels_apart, token_arrays
 from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
+from mindspeed_mm.fsdp.params.cards import dataset_modules
 from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 
 
@@ -76,15 +78,42 @@ def warnings_of_samples(loader: MMDataLoader) -> Iterator[str]:
         loader: Of the training data.
     """
     if loader.repeat_note:
-        yield f"{loader.repeat_note}: lower micro_batch_size or gradient_accumulation_steps, or give more data"
+        yield f"{loader.repeat_note}: lower {loader.size_keys}, or give more data"
     dataset = loader.dataset
     yield from _joined_openings(loader)
+    yield from _sizes_apart(loader)
     if dataset.has_rows or dataset.collate_fn is None:
         return
     for pick in loader.order.step(DataPosition(0, 0)).step[0].picks:
         apart = labels_apart(dataset.item(pick.row, pick.epoch))
         if apart:
             yield f"sample {dataset.place(pick.row)} has {apart}: its collate_fn must give each token its own label"
+            return
+
+
+def _sizes_apart(loader: MMDataLoader) -> Iterator[str]:
+    """A warning where packs or budgets count with another length of a first sample than it has, as code from outside
+    may make them."""
+    dataset = loader.dataset
+    is_built_in = type(dataset.origin).__module__ in dataset_modules().values()
+    if loader.order.shape is None or (is_built_in and type(dataset.plugin) not in MM_PLUGINS.loaded().values()):
+        return
+    for pick in loader.order.step(DataPosition(0, 0)).step[0].picks:
+        told = dataset.measure(pick.row)
+        if told is None:
+            return  # samples are encoded to know it
+        try:
+            sample = dataset.item(pick.row, pick.epoch)
+        except DataError:
+            continue  # the batch of it tells
+        if "input_ids" not in sample:
+            return  # a pair
+        tokens = len(token_arrays(sample).ids)
+        if tokens != told.tokens:
+            yield (
+                f"sample {dataset.place(pick.row)} has {tokens} tokens, and packs and budgets count with "
+                f"{told.tokens}: measure of a data set or of a media plugin must give the size that encoding gives"
+            )
             return
 
 

@@ -122,10 +122,11 @@ def run(request: DataCheckRequest) -> DataCheck:
     tally = look_through(data, decode=request.decode, limit=request.limit, workers=request.workers)
     result.seconds = time.monotonic() - began
     result.media_read = _media_read(data.dataset, tally, decode=request.decode)
-    _judge(result, data, tally, _ranks(request.nproc))
+    ranks = _ranks(request.nproc, data)
+    _judge(result, data, tally, ranks)
     # a batch of rows that have faults fails for the same reasons
     if not result.errors:
-        result.findings = [*_of_first_batch(data), *result.findings]
+        result.findings = [*_of_first_batch(data, ranks), *result.findings]
     return result
 
 
@@ -184,16 +185,11 @@ def _media_read(dataset: MMDataset, tally: RowStatistics, *, decode: bool) -> Me
 def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:
     """Fill in what the pass says."""
     dataset, basic = data.dataset, data.param.basic_parameters
-    try:
-        global_batch = data.global_batch(ranks)
-    except ConfigError:
-        # so many ranks cannot train this plan: the smallest number that can
-        global_batch = data.global_batch(least_ranks(data.arguments.parallel))
     terms = Terms(
         basic,
         data.param.preprocess_parameters,
         data.arguments.data.dataloader_param,
-        global_batch=0 if data.is_validation else global_batch,
+        global_batch=0 if data.is_validation else data.global_batch(ranks),
         rows=data.rows,
         repeated=len(dataset) - data.distinct,
     )
@@ -216,22 +212,33 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     result.shares = shares(dataset, basic, tally)
 
 
-def _of_first_batch(data: OpenedData) -> list[DataFinding]:
+def _of_first_batch(data: OpenedData, ranks: int) -> list[DataFinding]:
     """What is wrong with how rows are joined: seen where the first micro-batch is made."""
+    if data.is_validation:  # which takes every row once, however few there are
+        ranks = least_ranks(data.arguments.parallel)
     try:
-        next(iter(data.loader()))
+        loader = data.loader(ranks)
+        next(iter(loader))
     except MMError as error:
         return [DataFinding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
-    return []
+    # Where the first step leaves a part of the epoch, nothing comes twice in it, and a large data set is not measured.
+    if data.is_validation or not loader.position.epoch or not loader.repeat_note:
+        return []
+    fix = Fix(f"lower {loader.size_keys}, or give more data", data.rows)
+    return [DataFinding("warning", "repeated rows", loader.repeat_note, data.rows, fixes=(fix,))]
 
 
-def _ranks(nproc: int | None) -> int:
-    if nproc:
-        return nproc
+def _ranks(nproc: int | None, data: OpenedData) -> int:
+    """Ranks of the run: as asked, as launched, or one; the fewest that can train its plan where so many cannot."""
     world = os.environ.get("WORLD_SIZE", "")
-    if world.isdigit():
-        return int(world)
-    return 1
+    ranks = nproc or 1
+    if not nproc and world.isdigit():
+        ranks = int(world)
+    try:
+        data.global_batch(ranks)
+    except ConfigError:
+        return least_ranks(data.arguments.parallel)
+    return ranks
 
 
 def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:

@@ -227,16 +227,13 @@ def _rounded_length(length: int) -> int:
 
 
 def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
-    """Fewer usable rows than an optimizer step takes."""
+    """Fewer usable rows than an optimizer step takes, where it cannot go on with those of the next epoch."""
     if tally.rows < terms.rows:
         return  # a part of the rows tells nothing about all of them
     if tally.usable == 0 and tally.bad:
         yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
-    elif len(tally.sample_lengths(terms.basic)) + terms.repeated < terms.global_batch:
+    elif terms.dataloader.drop_last and len(tally.sample_lengths(terms.basic)) + terms.repeated < terms.global_batch:
         what = f"{rows_told(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}"
-        if not terms.dataloader.drop_last:
-            yield DataFinding("warning", "too few rows", what, tally.usable)
-            return
         keep_last = "data.dataloader_param.drop_last=false: a step then takes rows of the next epoch too"
         smaller = "lower training.micro_batch_size or gradient_accumulation_steps"
         fixes = (Fix(keep_last, tally.usable), Fix(smaller, tally.usable))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, read_sample
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.register import data_register
+from mindspeed_mm.tasks.check.batch import warnings_of_samples
 from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.export.export import notes_on_media
@@ -315,6 +317,50 @@ def test_b_what_a_media_plugin_draws_is_of_row_and_epoch(folder: Path) -> None:
     assert len({red(epoch) for epoch in range(4)}) > 1
 
 
+PLAIN = """
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
+
+
+class Plain(QwenVLPlugin):
+    is_deterministic = True
+
+
+@register_mm_plugin("Qwen3VLProcessor")
+class Derived(Plain):
+    SAYS
+"""
+BORROWED = """
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
+
+register_mm_plugin("Qwen3VLProcessor")(QwenVLPlugin)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        (NOISY, "Turned"),
+        (PLAIN.replace("SAYS", "pass"), "Derived"),
+        (PLAIN.replace("SAYS", "is_deterministic = True"), ""),
+        (BORROWED, ""),
+    ],
+)
+def test_b_what_a_media_plugin_may_draw_is_not_kept_for_all_epochs(folder: Path, source: str, refused: str) -> None:
+    """Whatever opens the data refuses it, not training alone; the plugin is named, and not the class of the rows."""
+    (folder / "my_plugins" / "noisy_media.py").write_text(source)
+    words = ["training.plugin=[my_plugins/noisy_media.py]", f"{BASIC}.preprocess_on_fly=false"]
+    if not refused:
+        assert open_data(Path("run.yaml"), words).dataset.is_deterministic
+        return
+    with pytest.raises(ConfigError, match=f"{refused} may draw random numbers") as caught:
+        open_data(Path("run.yaml"), words)
+    assert caught.value.problems[0].way_out.endswith(
+        f"if {refused} draws none, write is_deterministic = True in the class."
+    )
+
+
 def test_b_a_plugin_keeps_the_pixel_bounds_of_a_single_picture(folder: Path) -> None:
     """The plugin is made anew with them, as it was made: from a processor and its settings."""
     asked = [{"type": "image", "image": "images/0_0.png", "max_pixels": 256}, {"type": "text", "text": "?"}]
@@ -324,6 +370,22 @@ def test_b_a_plugin_keeps_the_pixel_bounds_of_a_single_picture(folder: Path) -> 
     words = ["training.plugin=[my_plugins/noisy_media.py]", f"{BASIC}.dataset=bounded.jsonl"]
     (row,) = preview_of(*words, rows=(0,))["shown"]
     assert (row["fault"], row["media"][0]["tokens"]) == (None, 1)
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_b_a_plugin_whose_measure_is_not_of_its_pictures_is_told(folder: Path, measures: bool) -> None:
+    """Packs are planned with what `measure` says, which overriding `encode_image` alone leaves as it was."""
+    source = (folder / "my_plugins" / "square_pictures.py").read_text()
+    if not measures:
+        source = source.replace("def measure(", "def other(")
+    (folder / "my_plugins" / "squares.py").write_text(source)
+    line = json.loads((folder / "rows.jsonl").read_text().splitlines()[0])
+    Image.new("RGB", (64, 32)).save(folder / "images" / "wide.png")
+    (folder / "wide.jsonl").write_text(2 * (json.dumps(line | {"images": ["images/wide.png"]}) + "\n"))
+    words = ["training.plugin=[my_plugins/squares.py]", f"{BASIC}.dataset=wide.jsonl", f"{BASIC}.packing=true"]
+    loader = open_data(Path("run.yaml"), [*words, "data.dataloader_param.drop_last=false"]).loader()
+    told = r"sample .*wide\.jsonl:\d has \d+ tokens, and packs and budgets count with \d+: "
+    assert bool([each for each in warnings_of_samples(loader) if re.match(told, each)]) is not measures
 
 
 def test_b_a_plugin_of_qwens_patches_refuses_another_processor() -> None:

@@ -1,4 +1,5 @@
-"""A data set that derives from another one is not taken to draw nothing because that one says so of itself."""
+"""What a data set says of its samples is not taken for granted of one that derives from it and makes others: that it
+draws nothing, and how long they are."""
 
 from __future__ import annotations
 
@@ -11,14 +12,19 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
+from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
+from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import read_sample
-from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
+from mindspeed_mm.fsdp.data.dataset import MMDataset, as_mm_dataset
+from mindspeed_mm.fsdp.data.sample_cache import check_can_be_encoded_up_front
 from mindspeed_mm.fsdp.data.sample_cache.identity import settings_of
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.register import data_register
+from mindspeed_mm.tasks.data.opening import open_data
+from tests.helpers.tiny_videoalign import write_reward_run
 
 
 class CountedRows(MMDataset):
@@ -102,7 +108,7 @@ def test_what_a_derived_data_set_draws_depends_on_the_sample_alone() -> None:
 
 def test_what_may_draw_is_not_encoded_once_for_all_epochs() -> None:
     with pytest.raises(ConfigError, match="DrawnRows may draw random numbers") as caught:
-        encoded_up_front(DrawnRows(), DatasetParam())
+        check_can_be_encoded_up_front(DrawnRows())
     assert "is_deterministic = True" in caught.value.problems[0].way_out
 
 
@@ -124,3 +130,96 @@ def test_code_of_a_data_set_from_outside_makes_old_samples_void(
         path.write_text(text)
         found.append(settings_of(DatasetParam(), None, kind())["code"])
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("says", [{}, {"is_deterministic": True}])
+def test_clips_that_a_media_plugin_may_draw_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(MM_PLUGINS._entries, "Qwen2VLProcessor", type("Own", (QwenVLPlugin,), says))
+    assert open_data(write_reward_run(tmp_path)).dataset.is_deterministic is bool(says)
+
+
+class Measured(MMDataset):
+    """Tells the sizes of its samples."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [1, 2]}
+
+    def measure(self, index: int) -> SampleSize:
+        return SampleSize(len(self[index]["input_ids"]), 0)
+
+
+class Renamed(Measured):
+    """The same samples under other names."""
+
+    def place(self, index: int) -> str:
+        return f"row {index}"
+
+
+class Longer(Renamed):
+    """Other samples, of whose sizes it says nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [1, 2, 3]}
+
+
+class LongerLater(Renamed):
+    """Other samples in later epochs."""
+
+    def item(self, index: int, epoch: int) -> Any:
+        return {"input_ids": [1] * (2 + epoch)}
+
+
+class Told(Longer):
+    """Says that sizes are found as they were."""
+
+    measure = Measured.measure
+
+
+class Foreign:
+    """Of no class of ours."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+    def measure(self, index: int) -> SampleSize:
+        return SampleSize(1, 0)
+
+
+class ForeignLonger(Foreign):
+    """Other samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        return -index
+
+
+@pytest.mark.parametrize("kind", [Longer, LongerLater, ForeignLonger])
+def test_sizes_of_other_samples_are_refused(kind: type) -> None:
+    """Packs would be planned for samples that the run does not have."""
+    with pytest.raises(ConfigError, match=f"{kind.__name__} makes .* sizes come from .*measure, made") as caught:
+        as_mm_dataset(kind())
+    assert f"Define measure in {kind.__name__}, too; where" in caught.value.problems[0].way_out
+
+
+@pytest.mark.parametrize("kind", [Measured, Renamed, Told, Foreign, CountedRows, DrawnRows])
+def test_sizes_of_the_samples_themselves_are_taken(kind: type) -> None:
+    assert as_mm_dataset(kind()).origin.__class__ is kind
+
+
+def test_built_in_data_sets_tell_the_sizes_of_their_samples() -> None:
+    """And one that derives from them is told which of their members it has to bring."""
+    for name in dataset_cards():
+        kind = data_register.get(name)
+        as_mm_dataset(kind.__new__(kind))
+    shortened = type("Shortened", (data_register.get("huggingface"),), {"__getitem__": lambda self, index: None})
+    with pytest.raises(ConfigError) as caught:
+        as_mm_dataset(shortened.__new__(shortened))
+    assert caught.value.problems[0].way_out == (
+        "Define measure and outline in Shortened, too; where the sizes are still right, write measure = "
+        "Qwen2VLDataset.measure and outline = Qwen2VLDataset.outline in it. A row that is only read otherwise "
+        "overrides conversation(index) instead, of which all are made."
+    )

@@ -21,7 +21,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
-from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, cached_samples, codec
+from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, cached_samples, check_can_be_encoded_up_front, codec
 from mindspeed_mm.fsdp.data.sample_cache.folder import (
     CacheFolder,
     DamagedSegment,
@@ -254,14 +254,12 @@ class TestReuse:
         with pytest.raises(ConfigError, match=r"cache_dir"):
             cached(param(make_rows(2), cache_dir=str(tmp_path / "taken")))
 
-    def test_a_data_set_without_rows_is_refused(self, param: Param) -> None:
-        from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
-
+    def test_a_data_set_without_rows_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"list cannot be encoded up front"):
-            encoded_up_front(as_mm_dataset([1, 2]), param("x"))
+            check_can_be_encoded_up_front(as_mm_dataset([1, 2]))
         stream = as_mm_dataset(type("Stream", (), {"streams": True})())
         with pytest.raises(ConfigError, match=r"streamed rows are not known before.*streaming: false"):
-            encoded_up_front(stream, param("x"))
+            check_can_be_encoded_up_front(stream)
 
 
 class TestBadRows:

@@ -22,6 +22,7 @@ class Stream(Texts):
     """Texts whose number nobody tells."""
 
     streams = True
+    measure = Texts.measure
 
     def __init__(self, *args: Any, **basic: Any) -> None:
         super().__init__(*args, **basic)

@@ -57,6 +57,12 @@ def build_mm_plugin(processor: Processor, preprocess: Any) -> MediaPlugin:
     return known or ProcessorPlugin(processor, preprocess)
 
 
+def may_draw(processor: Processor, plugin: MediaPlugin) -> bool:
+    """Whether encoding media may draw random numbers: code from outside may, unless its class says of itself
+    `is_deterministic = True`."""
+    return type(processor).__name__ in MM_PLUGINS and vars(type(plugin)).get("is_deterministic") is not True
+
+
 def encode_media(
     plugin: MediaPlugin, media: MediaLoader, item: MediaItem, pictures: int = 1, *, drawn: bool = False
 ) -> MediaFeatures:

@@ -107,6 +107,13 @@ class MMDataLoader:
             return ""
         return f"an epoch fills only {share:.0%} of a step, so each step reads the data about {1 / share:.2g} times"
 
+    @property
+    def size_keys(self) -> str:
+        """The keys that make a step smaller."""
+        if self.most_tokens is None:
+            return "micro_batch_size or gradient_accumulation_steps"
+        return "max_tokens_per_batch (without it micro_batch_size or cutoff_len) or gradient_accumulation_steps"
+
     def describe(self) -> str:
         """Samples and steps, for the log."""
         if (steps := self.steps_per_epoch) is None:

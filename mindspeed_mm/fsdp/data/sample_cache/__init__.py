@@ -8,5 +8,8 @@ written, a few seconds.
 
 from mindspeed_mm.fsdp.data.sample_cache.cached_samples import CachedSamples as CachedSamples
 from mindspeed_mm.fsdp.data.sample_cache.cached_samples import can_keep_samples as can_keep_samples
+from mindspeed_mm.fsdp.data.sample_cache.cached_samples import (
+    check_can_be_encoded_up_front as check_can_be_encoded_up_front,
+)
 from mindspeed_mm.fsdp.data.sample_cache.cached_samples import encoded_up_front as encoded_up_front
 from mindspeed_mm.fsdp.data.sample_cache.cached_samples import measured_rows as measured_rows

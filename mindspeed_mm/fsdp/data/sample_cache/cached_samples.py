@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.data.sample_cache.folder import (
 )
 from mindspeed_mm.fsdp.data.sample_cache.identity import KEY_BYTES, SampleKeys, settings_of
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -101,38 +102,38 @@ class CachedSamples(DatasetView):
         return sizes * self._is_usable[:, None]
 
 
+def check_can_be_encoded_up_front(dataset: MMDataset) -> None:
+    """Raise `ConfigError` for streamed rows, samples that are not made of rows, and code that may draw numbers."""
+    key, name = f"{_BASIC}.preprocess_on_fly", type(dataset.origin).__name__
+    if dataset.streams:
+        what, way_out = "streamed rows are not known before they are read", "Leave it true, or set streaming: false."
+        raise ConfigError(what, key=key, way_out=way_out)
+    if not dataset.has_rows:
+        what = f"{name} cannot be encoded up front: it has no sample(index) and measure(index)"
+        raise ConfigError(what, key=key, way_out="Leave it true.")
+    if dataset.is_deterministic:
+        return
+    if dataset.plugin is not None and attribute_at(type(dataset.origin), "is_deterministic", False):
+        name = type(dataset.plugin).__name__  # it is for its media plugin that the data set does not say so
+    raise ConfigError(
+        f"{name} may draw random numbers: its samples would be the same in every epoch",
+        key=key,
+        way_out=f"Leave it true; or, if {name} draws none, write is_deterministic = True in the class.",
+    )
+
+
 def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedSamples:
     """The data set with all its samples encoded, by this process or by one that is at it.
 
     Args:
-        dataset: Of rows.
+        dataset: Of rows; see `check_can_be_encoded_up_front`.
         dataset_param: Its section.
 
     Raises:
-        ConfigError: The data set is of another kind, or does not say that it draws no random numbers.
         DataError: A row is bad and the policy is to stop, or too many are.
         MachineError: The cache cannot be written.
     """
     basic = dataset_param.basic_parameters
-    if dataset.streams:
-        raise ConfigError(
-            "streamed rows are not known before they are read",
-            key=f"{_BASIC}.preprocess_on_fly",
-            way_out="Leave it true, or set streaming: false.",
-        )
-    if not dataset.has_rows:
-        raise ConfigError(
-            f"{type(dataset.origin).__name__} cannot be encoded up front: it has no sample(index) and measure(index)",
-            key=f"{_BASIC}.preprocess_on_fly",
-            way_out="Leave it true.",
-        )
-    if not dataset.is_deterministic:
-        name = type(dataset.origin).__name__
-        raise ConfigError(
-            f"{name} may draw random numbers: its samples would be the same in every epoch",
-            key=f"{_BASIC}.preprocess_on_fly",
-            way_out=f"Leave it true; or, if {name} draws none, write is_deterministic = True in the class.",
-        )
     progress = WorkProgress()
     folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin, dataset.origin))
     folder.prepare()

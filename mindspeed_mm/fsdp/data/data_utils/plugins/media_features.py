@@ -59,7 +59,8 @@ class MediaPlugin(Protocol):
     """Encodes the media of one kind of processor.
 
     It may also have `frame_sizes`, a `FrameSizes` that says how large frames are kept while a video is decoded,
-    `hears_videos`, whether videos are loaded with their sound, and `complete` (`CompleteBatch`).
+    `hears_videos`, whether videos are loaded with their sound, `complete` (`CompleteBatch`), and `is_deterministic =
+    True` in its own class: encoding draws no random numbers, so none are seeded, and samples may be encoded up front.
     """
 
     placeholders: Mapping[str, Placeholder]

@@ -47,6 +47,8 @@ class QwenVLPlugin(ProcessorPlugin):
         ConfigError: The image processor cuts pictures in another way.
     """
 
+    is_deterministic = True
+
     def __init__(self, processor: Processor, preprocess: Any, grid: PatchGrid | None = None) -> None:
         super().__init__(processor, preprocess)
         if grid is None:

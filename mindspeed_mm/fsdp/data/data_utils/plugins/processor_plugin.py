@@ -77,6 +77,9 @@ class ProcessorPlugin:
         ConfigError: The processor does not say how media become tokens, or has no step that is asked for.
     """
 
+    is_deterministic = True
+    """Encoding draws no random numbers; a subclass says so itself, or is taken to draw some."""
+
     frame_sizes: FrameSizes | None = None
     """How large frames are kept; None: within the pixel limits of the configuration."""
 

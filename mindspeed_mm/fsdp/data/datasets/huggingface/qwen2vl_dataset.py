@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_coll
 from mindspeed_mm.fsdp.data.data_utils.drawn import seeded
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS, build_mm_plugin, filled_boxes
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes, may_draw
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import unread_told
@@ -325,7 +325,7 @@ class Qwen2VLDataset(MMDataset):
         check_trained_with(Path(preprocess.model_name_or_path), reads_rows_itself=False)
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
-        if type(self.processor).__name__ in MM_PLUGINS:  # code from outside may draw
+        if may_draw(self.processor, self.plugin):
             self.is_deterministic = False
         if not self._is_text:
             self.template = build_template(self.processor, basic)

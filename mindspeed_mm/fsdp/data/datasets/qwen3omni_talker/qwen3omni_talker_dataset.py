@@ -61,6 +61,8 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
     is_deterministic = True
     prompts_for = None
     own_columns = frozenset({"audio_codes", "speaker"})
+    outline = Qwen2VLDataset.outline
+    """Of the conversation, as the thinker reads it."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam

@@ -15,6 +15,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.media import located
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import may_draw
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
@@ -75,6 +76,8 @@ class RewardVideoDataset(MMDataset):
         roots: list[str | Path] = [*basic.media_roots, *self._rows.folders, *self._rows.media_roots]
         self.questions = VideoQuestions(Path(preprocess.model_name_or_path), preprocess, basic, root, roots)
         self.processor = self.questions.processor
+        if may_draw(self.processor, self.questions.plugin):
+            self.is_deterministic = False
 
     def __len__(self) -> int:
         return len(self._numbers)
