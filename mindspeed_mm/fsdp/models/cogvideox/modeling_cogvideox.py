@@ -201,7 +201,7 @@ class CogVideoXAdapter(DiffusionAdapter):
 
     @cached_property
     def _tables(self) -> dict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, torch.Tensor]]:
-        """What `rotary_tables` has made."""
+        """Size and device → what `rotary_tables` has made for them, the oldest first."""
         return {}
 
     def _make_tables(self, latent_size: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
