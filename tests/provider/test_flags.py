@@ -244,6 +244,13 @@ def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
         assert value(plain(), flag.key) != value(arguments, flag.key)
 
 
+@pytest.mark.parametrize(("ranks", "reshards"), [(2, True), (4, False), (None, False)])
+def test_one_rank_keeps_no_gathered_weights(ranks: int | None, reshards: bool) -> None:
+    """Two ranks of tensor parallelism are one data rank, which gathers nothing."""
+    words = words_of(more=f"{TP} 2 --use-distributed-optimizer".split())
+    assert run(words, ranks).arguments.parallel.fsdp_plan.reshard_after_forward is reshards
+
+
 def test_flags_of_another_optimizer_have_no_effect() -> None:
     """Megatron accepts them, and a configuration does not."""
     found = run(words_of(more=["--muon-momentum", "0.5"]))
