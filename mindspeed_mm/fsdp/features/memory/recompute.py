@@ -16,7 +16,6 @@ part, and all of it is gathered for the second pass (Korthikanti et al. 2022, ar
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -179,6 +178,10 @@ class Ranks(Protocol):
         ...
 
 
+_Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
+
+
 class DistributedInputs:
     """Divides the inputs of recomputed modules among ranks that are called with the same ones; shared by all modules of
     a model.
@@ -207,43 +210,53 @@ class DistributedInputs:
             leaves: Of one call of a module.
         """
         kept = list(leaves)
-        shapes: dict[int, torch.Size] = {}
+        layouts: dict[int, _Layout] = {}
         places = set()
         for position, leaf in enumerate(leaves):
             if not _comes_from_the_model(leaf):
                 continue
             place = (StorageWeakRef(leaf.untyped_storage()), leaf.storage_offset(), leaf.numel())
             places.add(place)
-            if leaf.is_contiguous() and leaf.nbytes >= SMALLEST_BYTES and place not in self._known:
+            if _is_dense(leaf) and leaf.nbytes >= SMALLEST_BYTES and place not in self._known:
                 kept[position] = self._own_part(leaf)
-                shapes[position] = leaf.shape
+                layouts[position] = (leaf.shape, leaf.stride())
         self._known = {place for place in self._known | places if not place[0].expired()}
         first = [leaves]
 
         def run(*kept: object) -> Any:
             if first:
                 return function(*first.pop())
-            return function(*self._gathered(kept, shapes))
+            return function(*self._gathered(kept, layouts))
 
         return run, kept
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """(ceil(numel / ranks),), this rank's; the last ones filled up with zeros."""
-        flat = whole.detach().view(-1)
+        flat = whole.detach().as_strided((whole.numel(),), (1,))
         length = -(-flat.numel() // self._ranks.size)
         own = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
         part = own.new_zeros(length)
         part[: own.numel()] = own
         return part
 
-    def _gathered(self, kept: Sequence[object], shapes: Mapping[int, torch.Size]) -> list[object]:
-        """What the first pass was given: parts at these positions joined."""
+    def _gathered(self, kept: Sequence[object], layouts: Mapping[int, _Layout]) -> list[object]:
+        """What the first pass was given: parts at these positions joined, laid out in memory as they were."""
         given = list(kept)
-        for position, shape in shapes.items():
+        for position, layout in layouts.items():
             part: Any = kept[position]
-            whole = self._ranks.gather(part)[: math.prod(shape)].view(shape)
+            whole = self._ranks.gather(part).as_strided(*layout)
             given[position] = whole.requires_grad_()  # autograd must save the same as in the first pass
         return given
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one behind the other in memory, whatever the order of its dimensions."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def _comes_from_the_model(leaf: object) -> TypeGuard[torch.Tensor]:
