@@ -220,8 +220,11 @@ def names(kind: str) -> Any:
     return pytest.mark.parametrize("flag", OF_KIND[kind], ids=lambda flag: flag.name)
 
 
-MUONS = {f"training.{name}" for name in ("matched_adamw_rms", "muon_momentum", "ns_steps")}
-"""Keys that no other optimizer reads."""
+BESIDE = {
+    **{f"training.{name}": "--optimizer muon" for name in ("matched_adamw_rms", "muon_momentum", "ns_steps")},
+    "features.recompute_plan.distribute_saved_activations": f"{TP} 2 --recompute-granularity full",
+}
+"""Keys that act beside others alone → the flags of those."""
 
 
 def test_each_flag_does_one_thing() -> None:
@@ -235,9 +238,7 @@ def test_each_flag_does_one_thing() -> None:
 @pytest.mark.edge("R18")
 @names("key")
 def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
-    given, beside = example(flag), []
-    if flag.key in MUONS:
-        beside = ["--optimizer", "muon"]
+    given, beside = example(flag), BESIDE.get(flag.key, "").split()
     arguments = run(words_of(without=flag.key, more=[*beside, flag.spellings[0], *given])).arguments
     assert value(arguments, flag.key) == (type(value(arguments, flag.key))(given[0]) if given else True)
     if flag.key not in BASE:

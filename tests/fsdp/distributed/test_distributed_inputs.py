@@ -27,7 +27,6 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
-from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.tasks.verify.precision import keeping_double
@@ -40,7 +39,7 @@ from tests.fsdp.distributed.tensor_parallel_step import (
     parallel_steps,
     samples_of,
 )
-from tests.fsdp.tools.test_repeated_blocks import QWEN3, TOKENS, arguments_of, both, written
+from tests.fsdp.tools.test_repeated_blocks import QWEN3, TOKENS, arguments_of, both, rows, written
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import measured
 from tests.helpers.parity import ParityError, StepRecord, compare_steps
@@ -419,13 +418,12 @@ LAYERS = 7
 def test_the_forecast_knows_the_parts(tmp_path: Path) -> None:
     """Seven inputs of 48 tokens of 32 numbers of four bytes, of which a rank of two keeps half; and the forecast by
     kinds is that of all blocks."""
-    found: dict[str, MemoryPrediction] = {}
-    for setting in ("false", "auto"):
-        arguments = arguments_of(written(tmp_path / "model", QWEN3, LAYERS), TP, RECOMPUTE, f"{KEY}={setting}")
-        with HOWEVER_SMALL:
-            found[setting], of_all = both(arguments, 2)
-        assert found[setting] == of_all
-    whole, divided = found["false"], found["auto"]
+    words = (TP, RECOMPUTE)
+    model = written(tmp_path / "model", QWEN3, LAYERS)
+    with HOWEVER_SMALL:
+        whole = forecast(arguments_of(model, *words, f"{KEY}=false"), rows(), 2, "cuda")
+        divided, of_all = both(arguments_of(model, *words), 2)
+    assert divided == of_all
     assert whole.activations - divided.activations == LAYERS * TOKENS * 32 * 4 // 2
     # At the end of the backward pass a block has its part beside what it gathered.
     assert divided.peak <= whole.peak + TOKENS * 32 * 4 // 2
