@@ -235,7 +235,6 @@ SLOW_CASES: dict[int, dict[str, Case]] = {
         "text, fsdp × tp": Case("text"),
         "vlm, fsdp × tp": Case("vlm"),
         "wan, hsdp × tp": Case("wan", {"fully_shard_parallel_size": 1}),
-        "wan, tp of 4": Case("wan", {"tensor_parallel_size": 4}),
     },
 }
 
