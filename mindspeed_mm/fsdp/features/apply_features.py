@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activat
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
 from mindspeed_mm.fsdp.features.memory.recompute import (
     DistributedInputs,
-    Ranks,
+    AlikeRanks,
     apply_kept_results,
     recompute_modules,
 )
@@ -40,7 +40,7 @@ class FeaturesApplier:
         model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
         towers: Names of the towers in front of a language model, whose blocks have no rows.
         plan: What was resolved for the model; without one, the applier resolves it at its first step.
-        tensor_ranks: Ranks of tensor parallelism, for a plan that divides inputs of recomputed modules among them.
+        tensor_ranks: AlikeRanks of tensor parallelism, for a plan that divides inputs of recomputed modules among them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FeaturesApplier:
         model_args: ModelArguments | None = None,
         towers: Collection[str] = (),
         plan: FeaturePlan | None = None,
-        tensor_ranks: Ranks | None = None,
+        tensor_ranks: AlikeRanks | None = None,
     ) -> None:
         self._features = features
         self._blocks = tuple(blocks)

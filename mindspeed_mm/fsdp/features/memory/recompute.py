@@ -167,8 +167,8 @@ class RecomputedForward:
 # --- inputs that other ranks hold as well -----------------------------------------------------------------------------
 
 
-class Ranks(Protocol):
-    """Ranks that hold the same tensors: `AxisRanks`, or what stands for them in a forecast."""
+class AlikeRanks(Protocol):
+    """AlikeRanks that hold the same tensors: `AxisRanks`, or what stands for them in a forecast."""
 
     size: int
     rank: int
@@ -193,7 +193,7 @@ class DistributedInputs:
         ranks: Each calls every module equally often, in one order, and so gathers in one order.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: AlikeRanks) -> None:
         self._ranks = ranks
         self._known: set[tuple[StorageWeakRef, int, int]] = set()
         """Storage, offset and number of elements of what a module was given before, as long as it lives."""
