@@ -15,8 +15,8 @@ from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_feature
 from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activations
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
 from mindspeed_mm.fsdp.features.memory.recompute import (
-    DistributedInputs,
     AlikeRanks,
+    DistributedInputs,
     apply_kept_results,
     recompute_modules,
 )
@@ -40,7 +40,7 @@ class FeaturesApplier:
         model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
         towers: Names of the towers in front of a language model, whose blocks have no rows.
         plan: What was resolved for the model; without one, the applier resolves it at its first step.
-        tensor_ranks: AlikeRanks of tensor parallelism, for a plan that divides inputs of recomputed modules among them.
+        tensor_ranks: Ranks of tensor parallelism, for a plan that divides inputs of recomputed modules among them.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ class RecomputedForward:
 
 
 class AlikeRanks(Protocol):
-    """AlikeRanks that hold the same tensors: `AxisRanks`, or what stands for them in a forecast."""
+    """Ranks that hold the same tensors: `AxisRanks`, or what stands for them in a forecast."""
 
     size: int
     rank: int
