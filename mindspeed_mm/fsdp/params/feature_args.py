@@ -32,9 +32,9 @@ class RecomputePlan(Section):
     are kept, and the operations between them are recomputed."""
     distribute_saved_activations: FlagOrAuto = "auto"
     """Under tensor parallelism each rank keeps its part of the inputs of recomputed blocks, of which all ranks would
-    otherwise keep the whole, and gathers the rest in the backward pass. `auto`: where blocks are recomputed in full,
-    except blocks under sequence parallelism, which have their own part anyway, and blocks with experts. `true`: the
-    same, or refused where no block allows it."""
+    otherwise keep the whole, and gathers the rest in the backward pass. `auto`: where blocks are recomputed in full and
+    not compiled, except blocks under sequence parallelism, which have their own part anyway, and blocks with experts.
+    `true`: the same, or refused where no block allows it."""
 
 
 class LossConfig(Section):

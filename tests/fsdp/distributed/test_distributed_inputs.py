@@ -327,7 +327,7 @@ def test_blocks_that_all_ranks_call_alike(words: tuple[str, ...], expected: set[
         ("vlm", ("features.recompute_plan.use_reentrant=true",), "lets autograd keep"),
         ("vlm", ("features.recompute_plan.apply_modules=['*.layers.{*}.mlp']",), "none is a whole block"),
         ("vlm", ("model.skip_flash_attn_recompute=true", "features.compile=true",
-                 "features.compile_plan.backend=eager"), "compiled together"),
+                 "features.compile_plan.backend=eager"), "blocks are compiled"),
         ("moe", (), "none is a whole block without experts"),
     ],
     ids=["not wanted", "selective", "re-entrant", "parts of blocks", "compiled", "experts"],
@@ -371,7 +371,6 @@ SLOW_RUNS: dict[int, dict[str, tuple[str, list[str]]]] = {
     2: {
         "vlm, offload": ("vlm", ["features.enable_activation_offload=true"]),
         "vlm, attention kept": ("vlm", ["model.skip_flash_attn_recompute=true"]),
-        "vlm, compiled": ("vlm", ["features.compile=true", "features.compile_plan.backend=aot_eager"]),
         "vlm, adapters": ("vlm", ["training.lora.enable=true"]),
         "vlm, slices": ("vlm", ["features.enable_chunk_mbs=true",
                                 "features.chunkmbs_plan.apply_modules=['model.language_model.layers.{*}']",
