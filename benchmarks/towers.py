@@ -1,9 +1,11 @@
 """Operations of a block of a vision or audio tower by the number of pictures, clips or sounds that it is given at once,
 for every family; counts, which are the same on every machine. Besides: gradients are those of the library's attention.
 
-The packed kernel of a device is one call, so a stand-in of one call takes its place where operations are counted: what
-is left is what a host launches. Blocks are told from the rest of a tower by adding some. The processor time of the
-Qwen3-VL-shaped tower is that of the kernels of a CPU, which take documents of one length in one call.
+The packed kernel of a device is one call, and so is torch's kernel of a norm: stand-ins of one call each way take their
+places where operations are counted. What is left is what a host launches. A CPU has no kernel of a norm, so that the
+same is counted once more with the operations that a norm takes there. Blocks are told from the rest of a tower by
+adding some. The processor time of the Qwen3-VL-shaped tower is that of the kernels of a CPU, which take documents of
+one length in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from benchmarks.figures import Figure
@@ -44,21 +48,31 @@ def run(_work: Path) -> dict[str, Any]:
     ensure_torchvision()
     every = kinds()
     counts = {f"{name}, {kind}": of_kind(name, kind) for name, taken in every.items() for kind in taken}
+    on_cpu = {
+        f"{name}, {kind}": of_kind(name, kind, PICTURES[:1], norms=False)["1"]["outside"]
+        for name, taken in every.items()
+        for kind in taken
+    }
     deep = {words: {str(n): of_shape(n, equal=words == "equal") for n in PICTURES} for words in ("equal", "different")}
     spent = {str(n): processor_ms(n) for n in PICTURES}
     parity = {name: worst_difference(name) for name in every}
     return {
         "unit": "operations of a block, forward and backward, beside attention",
         "families": counts,
+        "families, norms of a CPU": on_cpu,
         "qwen3-vl, 4096 patches": deep,
         "processor_ms": spent,
         "parity": parity,
-        "figures": [figure.to_dict() for figure in figures(counts, deep, spent, parity)],
+        "figures": [figure.to_dict() for figure in figures(counts, on_cpu, deep, spent, parity)],
     }
 
 
 def figures(
-    counts: dict[str, Any], deep: dict[str, Any], spent: dict[str, float], parity: dict[str, float]
+    counts: dict[str, Any],
+    on_cpu: dict[str, float],
+    deep: dict[str, Any],
+    spent: dict[str, float],
+    parity: dict[str, float],
 ) -> list[Figure]:
     """The worst of all families, and the Qwen3-VL-shaped tower by itself."""
     cases = [case for by_number in counts.values() for case in by_number.values()]
@@ -68,6 +82,7 @@ def figures(
         Figure("calls of attention of a block, the most", max(case["attention"] for case in cases), "", 1),
         Figure("operations beside it, the most", max(case["outside"] for case in cases), "", MOST_OUTSIDE),
         Figure("the same, the median", statistics.median(case["outside"] for case in cases), "", MOST_OUTSIDE),
+        Figure("the same with the norms of a CPU, the most", max(on_cpu.values()), ""),
         Figure(f"more of them with {PICTURES[-1]} pictures than with one, the most", max(grown), "", 0),
     ]
     for words, by_number in deep.items():
@@ -121,8 +136,9 @@ def features(model: Any, kind: str, items: Sequence[Item]) -> torch.Tensor:
 ZERO = torch.zeros((), dtype=torch.float64)
 
 
-def prepared(model: Any) -> Any:
-    """As a run prepares it."""
+def prepared(model: Any, *, norms: bool = True) -> Any:
+    """As a run prepares it, on a device that has a kernel of norms or on one that has none."""
+    from mindspeed_mm.fsdp.features.speed.tower_operators import apply_tower_operators
     from mindspeed_mm.fsdp.models.behaviour.host_grids import attend_to_pictures_at_once, read_grids_on_host
     from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME, register_attention
 
@@ -130,21 +146,22 @@ def prepared(model: Any) -> Any:
     model.set_attn_implementation(ATTENTION_NAME)
     read_grids_on_host(model)
     attend_to_pictures_at_once(model)
+    apply_tower_operators(model, norms=norms)
     return model
 
 
-def of_kind(name: str, kind: str) -> dict[str, Any]:
+def of_kind(name: str, kind: str, numbers: Sequence[int] | None = None, *, norms: bool = True) -> dict[str, Any]:
     """Number of pictures → operations of a block of a family's tower."""
     from mindspeed_mm.fsdp.models.structure.towers import find_towers
     from tests.helpers.packed_families import InDouble
 
     family = families()[name]
     items = items_of(family)[kind]
-    few = prepared(family.build())
+    few = prepared(family.build(), norms=norms)
     (tower, *_) = (tower for tower in find_towers(few) if tower.name == kind)
-    more = with_more_blocks(prepared(family.build()), tower.module)
+    more = with_more_blocks(prepared(family.build(), norms=norms), tower.module)
     found = {}
-    for number in PICTURES:
+    for number in numbers or PICTURES:
         given = list(islice(cycle(items), number))
         with InDouble():
             counts = [operations(model, partial(features, model, kind, given)) for model in (few, more)]
@@ -174,13 +191,13 @@ def of_block(few: Counter[str], more: Counter[str]) -> dict[str, float]:
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
-ATTENTION = "call of attention"
+ATTENTION, NORM = "call of attention", "call of torch's norm"
 
 
 def operations(model: nn.Module, compute: Any) -> Counter[str]:
     """Of a tower's forward and backward pass, with attention as one call of each."""
     model.zero_grad()  # a first gradient is kept, not added
-    with one_call_of_attention() as counts, counts:
+    with one_call_of_attention() as counts, _NormsAtOnce(counts), counts:
         compute().backward()
     return counts.counts
 
@@ -221,6 +238,39 @@ class _OneCall(torch.autograd.Function):
             return None, *(grad.transpose(1, 2).clone() for _ in range(3))
 
 
+class _NormsAtOnce(TorchFunctionMode):
+    """Stands in for torch's RMS norm, which is a kernel each way on a device."""
+
+    def __init__(self, counting: Operations) -> None:
+        super().__init__()
+        self._counting = counting
+
+    @override
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.rms_norm:
+            return function(*args, **(kwargs or {}))
+        return _OneNorm.apply(self._counting, args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
+
+
+class _OneNorm(torch.autograd.Function):
+    """(…, H) → (…, H), and gradients for numbers and weights."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, counting: Operations, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.counting, ctx.has_weight = counting, weight is not None
+        with counting.as_one(NORM):
+            return x.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        with ctx.counting.as_one(NORM):
+            if ctx.has_weight:
+                return None, grad.clone(), grad.flatten(0, -2).sum(0)
+            return None, grad.clone(), None
+
+
 # --- the tower of Qwen3-VL --------------------------------------------------------------------------------------------
 
 
@@ -229,11 +279,15 @@ def tower_of(depth: int) -> Any:
     from transformers import Qwen3VLConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+    from mindspeed_mm.fsdp.features.speed.tower_operators import fit_tower
+
     sizes = {"hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "out_hidden_size": 64, "patch_size": 4}
     others = {"spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 1024}
     vision = {"depth": depth, "deepstack_visual_indexes": [], **sizes, **others}
     torch.manual_seed(0)
-    return prepared(Qwen3VLVisionModel(Qwen3VLConfig(vision_config=vision).vision_config))
+    tower = prepared(Qwen3VLVisionModel(Qwen3VLConfig(vision_config=vision).vision_config))
+    fit_tower(tower, norms=True)
+    return tower
 
 
 def grids_of(pictures: int, *, equal: bool) -> list[list[int]]:

@@ -333,6 +333,15 @@ def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert Run(tmp_path, records).best == tmp_path / "iter_0000004"
 
 
+def test_words_and_pictures_are_compared_together(tmp_path: Path) -> None:
+    from mindspeed_mm.tasks.given.run_view import Run
+
+    for step in (2, 4):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    records = [{"step": 2, "val_loss": 0.2, "val_total": 1.5}, {"step": 4, "val_loss": 0.3, "val_total": 1.0}]
+    assert Run(tmp_path, records).best == tmp_path / "iter_0000004"
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [

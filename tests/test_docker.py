@@ -166,6 +166,6 @@ def test_the_steps_of_the_cpu_file(tmp_path: Path) -> None:
     work.mkdir()
     for words, code in ((["--help"], 0), (["doctor"], 0), (["quickstart", "/dev/null"], 2)):
         ran = subprocess.run(
-            [str(program), *words], cwd=work, env=variables, capture_output=True, text=True, check=False, timeout=300
+            [str(program), *words], cwd=work, env=variables, capture_output=True, text=True, check=False, timeout=600
         )
         assert ran.returncode == code and "Traceback" not in ran.stderr, (words, ran.stdout, ran.stderr)

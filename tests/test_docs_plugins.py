@@ -75,6 +75,6 @@ def test_the_plan_is_verified_and_the_launch_script_trains(place: Path, monkeypa
     run_commands({"verify"})
     environment = {**os.environ, "NPROC": "2", "PYTHONPATH": f"{ROOT}:{place}", "OMP_NUM_THREADS": "1"}
     words = ["bash", "finetune_my_vlm.sh", "training.train_iters=2", "training.save=runs/launched"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(losses(place / "runs" / "launched")) == [1, 2]

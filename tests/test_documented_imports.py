@@ -74,7 +74,7 @@ SITE = f"import site; site.addsitedir({str(SHIM)!r})\n"
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=600, cwd=ROOT, check=False
     )
 
 

@@ -114,7 +114,7 @@ def test_distribution_and_commands() -> None:
 
 def test_python_m_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mindspeed_mm", "--version"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "mindspeed_mm", "--version"], capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"mm, version {mindspeed_mm.__version__}\n")
 

@@ -75,7 +75,7 @@ def lines_of(program: str, begin: str = "") -> list[list[object]]:
         done = run_after(begin, program)
     else:
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 

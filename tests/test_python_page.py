@@ -49,7 +49,7 @@ def test_the_page_runs_in_one_process(tmp_path: Path) -> None:
     script.write_text(light + "\n".join(blocks) + AFTERWARDS, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("training.lr 2\nit ran\n") or "it ran" in done.stdout
     assert "unknown key" not in done.stderr

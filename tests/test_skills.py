@@ -223,7 +223,7 @@ def test_a_path_that_is_not_there_would_be_found(tmp_path: Path) -> None:
 
 
 def run_in(tree: Path, *words: str) -> str:
-    done = subprocess.run(words, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -325,7 +325,7 @@ def test_a_script_of_ones_own_ends_by_its_error(tmp_path: Path, bug: bool, code:
     script.write_text(OWN.format(bug=bug))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     words = [sys.executable, str(script), *FLAGS.split(), str(tmp_path / "run"), "--lrr", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == code and "caught UsageError" in done.stdout
     assert last in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) is bug

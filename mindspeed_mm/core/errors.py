@@ -39,6 +39,8 @@ class Problem:
     """The configuration key or field name, dotted."""
     way_out: str = ""
     """The remedy, a full sentence: "Did you mean 'bf16'?"."""
+    count: int = 1
+    """How many findings the line stands for: more than one where it says how many others there are."""
 
     def __str__(self) -> str:
         sentence = self.what
@@ -52,7 +54,8 @@ def first_problems(problems: Iterable[Problem], most: int = 5) -> list[Problem]:
     found = list(problems)
     if len(found) <= most:
         return found
-    return [*found[:most], Problem(f"and {len(found) - most:,} more")]
+    more = len(found) - most
+    return [*found[:most], Problem(f"and {more:,} more", count=more)]
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
@@ -157,10 +160,11 @@ class CollectedErrors:
 
 
 def count_problems(where: object, problems: Sequence[Problem]) -> str:
-    """The headline over the problems of a file: `run.yaml: 2 problems`."""
-    if len(problems) == 1:
+    """The headline over the problems of a file: `run.yaml: 2 problems`; those that are only counted are counted in."""
+    number = sum(problem.count for problem in problems)
+    if number == 1:
         return f"{where}: 1 problem"
-    return f"{where}: {len(problems)} problems"
+    return f"{where}: {number:,} problems"
 
 
 def align(problems: Sequence[Problem]) -> list[str]:

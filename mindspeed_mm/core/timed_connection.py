@@ -83,6 +83,18 @@ class TimedBackend(httpcore2.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.NetworkStream:
+        """Connect to the first address of a host that answers, in what is left of the request's time.
+
+        Args:
+            host: Name or address.
+            port: Of the host.
+            timeout: Not used: the request's clock says how long.
+            local_address: Not used: the system chooses one.
+            socket_options: Of the socket, as httpcore passes them.
+
+        Raises:
+            httpcore2.ConnectError: The name has no address, or no address answers.
+        """
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ratios(folder: Path, ranks: int, names: list[str], *, fault: bool = False) -> dict[str, list[float]]:
-    found = run_ranks(ranks, counted, str(folder), names, fault, timeout_s=300)
+    found = run_ranks(ranks, counted, str(folder), names, fault)
     rows = {name: communication.row(CASES[name], folder, [on_rank[name] for on_rank in found]) for name in names}
     return {name: [rank["ratio"] for rank in row["on_ranks"]] for name, row in rows.items()}
 

@@ -29,6 +29,14 @@ def test_a_tower_that_is_called_picture_by_picture_is_seen(monkeypatch: pytest.M
     assert one_by_one["1"]["attention"] == 1 and one_by_one["5"]["attention"] >= 5
 
 
+@pytest.mark.parametrize(("name", "most"), [("gemma4", 63), ("omni", 70), ("mistral3", 61)])
+def test_blocks_that_had_most_operations_keep_to_their_number(name: str, most: int) -> None:
+    counts = towers.of_kind(name, "image")
+    assert [case["attention"] for case in counts.values()] == [1, 1]
+    assert counts["1"] == counts["5"]
+    assert 50 < counts["1"]["outside"] <= most < towers.MOST_OUTSIDE
+
+
 def test_wrong_gradients_of_a_tower_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert towers.worst_difference("mistral3") < towers.TOLERANCE
     real = attention._Layer.attend_documents

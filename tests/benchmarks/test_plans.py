@@ -37,7 +37,7 @@ def last_losses(folder: str, model: str) -> dict[str, float]:
 @pytest.mark.parametrize("model", PLANS)
 def test_every_plan_does_the_same_work(model: str, tmp_path: Path) -> None:
     plans_rank.make_runs(tmp_path)
-    first, *others = run_ranks(RANKS, last_losses, str(tmp_path), model, timeout_s=300)
+    first, *others = run_ranks(RANKS, last_losses, str(tmp_path), model)
     assert others == [first]
     assert max(first.values()) - min(first.values()) < 1e-3 * max(first.values())
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def _python(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

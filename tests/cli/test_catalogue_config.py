@@ -190,7 +190,7 @@ def test_as_a_real_command(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.id == name)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MM_TRACEBACK")}
     command = [sys.executable, "-m", "mindspeed_mm", *case.build(tmp_path)]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert re.search(case.message, finished.stdout + finished.stderr)
     assert "Traceback" not in finished.stderr
     assert finished.returncode == case.code

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.layout import draft_folder
 from mindspeed_mm.cli.main import run
-from mindspeed_mm.core.errors import DataError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import DataError, ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp import data
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -233,6 +233,19 @@ def test_a_headline_stands_over_its_problems_and_is_none(
     assert sum(headline in line for line in lines) == 1
     result = check.run(path)
     assert ([problem.key for problem in result.problems], result.headlines) == (["a", "b"], [headline])
+
+
+def test_problems_that_are_only_counted_are_counted_in(
+    parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, found = write(tmp_path), [Problem("is missing", key=key) for key in "abcdefgh"]
+    parts["model"] = ModelFolderError("8 weights are not stored.", problems=first_problems(found))
+    assert run(["check", str(path)]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: 8 problems" and lines[7] == "     and 3 more"
+    assert run(["check", str(path), "--json"]) == 4
+    counts = [finding["count"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert counts == [1, 1, 1, 1, 1, 3]
 
 
 @pytest.mark.edge("U5")

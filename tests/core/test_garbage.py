@@ -53,11 +53,11 @@ assert count() == frozen
 
 def test_what_is_built_is_passed_over_and_given_back() -> None:
     """In a process of its own: that of the tests has frozen what it imported."""
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=600)
 
 
 def test_what_is_frozen_for_good_stays_so_and_is_not_counted_again() -> None:
-    subprocess.run([sys.executable, "-c", FOR_GOOD], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FOR_GOOD], check=True, timeout=600)
 
 
 NEW = """

@@ -45,7 +45,7 @@ def test_right_answers_become_more_probable_with_pref_ftx_alone(tmp_path: Path) 
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     for command in commands:
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
     runs = tmp_path / "runs/digits_dpo"
     start, with_it, without = (validated(runs / name) for name in ("untrained", "run", "without"))

@@ -246,7 +246,7 @@ def test_a_shell_starts_what_is_read_here(here: Path, name: str) -> None:
     script = f"examples/{name}/{SCRIPTS[name].name}"
     environment = {"PATH": f"{stub.parent}{os.pathsep}/usr/bin:/bin", "NODE_RANK": "0"}
     done = subprocess.run(
-        ["bash", script, "--lr", "5e-6"], env=environment, capture_output=True, text=True, timeout=60, check=True
+        ["bash", script, "--lr", "5e-6"], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     words = done.stdout.split()
     assert read_launch(words, {}) == read_launch([script, "--lr", "5e-6"], {})

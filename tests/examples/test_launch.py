@@ -63,7 +63,7 @@ def run_script(tmp_path: Path, name: str, *words: str, **environment: str) -> tu
     notes, requeued = tmp_path / "notes", tmp_path / "requeued"
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NOTES": str(notes), "REQUEUED": str(requeued), **environment}
     env |= {"PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
-    done = subprocess.run(["bash", str(FOLDER / name), *words], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(FOLDER / name), *words], env=env, capture_output=True, text=True, timeout=600)
     starts = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     return done.returncode, starts, requeued.read_text() if requeued.exists() else done.stderr
 

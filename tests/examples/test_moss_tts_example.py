@@ -27,7 +27,7 @@ def test_the_script_starts_what_it_names(tmp_path: Path) -> None:
     (tmp_path / "torchrun").chmod(0o755)
     words = ["bash", str(ROOT / "examples/moss_tts/finetune_moss_tts_delay.sh"), "training.lr=5e-6"]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NPROC": "2"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True)
     config = "examples/moss_tts/moss_tts_delay_config.yaml"
     expected = f"--nproc-per-node 2 mindspeed_mm/fsdp/train/trainer.py {config} training.lr=5e-6"
     assert done.stdout.strip() == expected

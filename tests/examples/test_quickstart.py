@@ -126,7 +126,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert "the same tokens on 24 of 24 rows" in first.stdout
     assert (tmp_path / "new" / "run" / "report.html").stat().st_size < 2_000_000
 
-    again = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    again = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "reused:" in again.stderr and ACCURACY.findall(again.stderr) == accuracies
     summary = json.loads(again.stdout)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.checkpoint.dequantized import read_quantization, sections_of
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -94,6 +95,18 @@ def test_pages_name_every_file() -> None:
         assert f"| {example.promise.devices} of {example.promise.gigabytes} GB" in page
 
 
+def test_a_release_in_few_bits_is_trained_as_it_is() -> None:
+    """Its numbers are what training loads: no file names a folder that the reader would have to write first."""
+    in_few_bits = 0
+    for example in EXAMPLES:
+        released = example.released()
+        for key, section in sections_of(released["config"]):
+            in_few_bits += 1
+            read_quantization(section, example.name, key)
+            assert example.hub_name == released["hub"].rpartition("/")[2], example.name
+    assert in_few_bits >= 3
+
+
 STUB = '#!/bin/sh\necho "${NNODES:-1} $*"\n'
 
 
@@ -102,7 +115,7 @@ def started(script: Path, folder: Path, *words: str, **environment: str) -> subp
     (folder / "mm").write_text(STUB)
     (folder / "mm").chmod(0o755)
     env = {"PATH": f"{folder}:/usr/bin:/bin", **environment}
-    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_scripts_start_what_their_files_name(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_scripts_start_the_entries_that_they_name(script: str, tmp_path: Path) -
     (tmp_path / "torchrun").chmod(0o755)
     words = ["bash", str(EXAMPLES / script), "training.lr=5e-6"]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NPROC": "2"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True)
     entry, config = SCRIPTS[script]
     expected = f"--nproc-per-node 2 mindspeed_mm/fsdp/{entry} examples/{config} training.lr=5e-6"
     assert done.stdout.strip() == expected

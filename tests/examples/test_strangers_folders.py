@@ -106,7 +106,7 @@ def draw_media(data: Path, text: str) -> None:
 
 def mm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mindspeed_mm", *words], cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mindspeed_mm", *words], cwd=folder, capture_output=True, text=True, timeout=600
     )
 
 

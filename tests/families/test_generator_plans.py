@@ -94,7 +94,7 @@ def test_a_spread_sample_trains_like_a_whole_one(plan: str, names: tuple[str, ..
     ranks, words = PLANS[plan]
     yamls = yamls_of(names, tmp_path)
     expected = steps_of(yamls, ())
-    for measured in run_ranks(ranks, steps_of, yamls, words, timeout_s=400.0):
+    for measured in run_ranks(ranks, steps_of, yamls, words):
         for name in names:
             print(name, end=": ")
             compare_steps(expected[name], measured[name], TOLERANCE)
@@ -109,7 +109,7 @@ def without_masks(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, An
 def test_a_mask_that_is_lost_is_seen(tmp_path: Path) -> None:
     yamls = yamls_of(("lumina2",), tmp_path)
     expected = steps_of(yamls, ())["lumina2"]
-    measured = run_ranks(2, without_masks, yamls, (RING,), timeout_s=120.0)[0]["lumina2"]
+    measured = run_ranks(2, without_masks, yamls, (RING,))[0]["lumina2"]
     with pytest.raises(ParityError):
         compare_steps(expected, measured, TOLERANCE)
 
@@ -128,7 +128,7 @@ def without_conditions(yamls: dict[str, str], words: tuple[str, ...]) -> dict[st
 def test_conditions_that_are_lost_between_stages_are_seen(tmp_path: Path) -> None:
     yamls = yamls_of(("sd3",), tmp_path)
     expected = steps_of(yamls, ())["sd3"]
-    measured = run_ranks(2, without_conditions, yamls, PLANS["pipeline"][1], timeout_s=120.0)[0]["sd3"]
+    measured = run_ranks(2, without_conditions, yamls, PLANS["pipeline"][1])[0]["sd3"]
     with pytest.raises(ParityError):
         compare_steps(expected, measured, TOLERANCE)
 
@@ -167,7 +167,7 @@ def test_sets_of_a_rank_s_own_tokens_are_seen(tmp_path: Path) -> None:
     yamls = yamls_of(("opensoraplan",), tmp_path)
     expected = steps_of(yamls, ())["opensoraplan"]
     for run, is_right in ((steps_of, True), (in_own_sets, False)):
-        for measured in run_ranks(2, run, yamls, (ULYSSES,), timeout_s=120.0):
+        for measured in run_ranks(2, run, yamls, (ULYSSES,)):
             if is_right:
                 compare_steps(expected, measured["opensoraplan"], TOLERANCE)
             else:

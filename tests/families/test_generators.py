@@ -537,7 +537,7 @@ def test_two_ranks_equal_one_process(names: Sequence[str], tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         yamls[name] = str(make_run(name, tmp_path / name))
     expected = steps_of(yamls, 2)
-    for measured in run_ranks(2, steps_of, yamls, 1, timeout_s=400.0):
+    for measured in run_ranks(2, steps_of, yamls, 1):
         for name in names:
             print(name, end=": ")
             compare_steps(expected[name], measured[name], 1e-6)

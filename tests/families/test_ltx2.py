@@ -408,7 +408,7 @@ def test_two_ranks_equal_one_process(task: str, tmp_path: Path) -> None:
     """FSDP2: loss, gradients and weights of two steps, in fp64."""
     yaml = with_features(make_run("ltx2", tmp_path, task))
     expected = steps_of(*yaml, 2)
-    for measured in run_ranks(2, steps_of, *yaml, 1, timeout_s=200.0):
+    for measured in run_ranks(2, steps_of, *yaml, 1):
         compare_steps(expected, measured, 1e-6)
 
 
@@ -419,7 +419,7 @@ def test_two_stages_equal_one_process(name: str, task: str, tmp_path: Path) -> N
     yaml = with_features(make_run(name, tmp_path, task))
     expected = steps_of(*yaml, 2, ("training.gradient_accumulation_steps=1",))
     stages = ("parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2")
-    for measured in run_ranks(2, steps_of, *yaml, 1, stages, timeout_s=200.0):
+    for measured in run_ranks(2, steps_of, *yaml, 1, stages):
         compare_steps(expected, measured, 1e-6)
 
 

@@ -115,7 +115,7 @@ def test_two_shards_equal_one_process(name: str, root: Path) -> None:
         words += [f"data.dataset_param.basic_parameters.dataset={rows}"]
     expected = steps_of(str(yaml), words)
     assert len(expected) == 3
-    for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"]):
         compare_steps(expected, measured, BOUND)
 
 
@@ -128,7 +128,7 @@ def test_two_shards_with_clips_equal_one_process(name: str, root: Path) -> None:
     basic = "data.dataset_param.basic_parameters"
     words = ["training.train_iters=3", f"{basic}.dataset={rows}", f"{basic}.dataset_dir={rows.parent}"]
     expected = steps_of(str(yaml), words)
-    for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"]):
         compare_steps(expected, measured, BOUND)
 
 
@@ -151,7 +151,7 @@ def test_pictures_that_nothing_stands_in_for_are_refused_beside_text(
     yaml = run_of(root, "llava")
     rows = write_uneven_rows(yaml.parent / "rows", ("image",))
     words = [f"data.dataset_param.basic_parameters.dataset={rows}", "training.micro_batch_size=1"]
-    for said in run_ranks(2, refused_steps, str(yaml), words, timeout_s=120):
+    for said in run_ranks(2, refused_steps, str(yaml), words):
         assert "some micro-batches of this step have pixel_values and some have none" in said
     hide_towers(monkeypatch)
     warned = "LlavaForConditionalGeneration: no placeholder input is known for pixel_values"

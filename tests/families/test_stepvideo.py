@@ -433,7 +433,7 @@ def steps_of(yaml: str, words: tuple[str, ...]) -> Any:
 def test_a_plan_trains_like_one_process(plan: str, task: str, tmp_path: Path) -> None:
     yaml, (ranks, words) = str(make_run(tmp_path, task)), PLANS[plan]
     expected = steps_of(yaml, ())
-    for measured in run_ranks(ranks, steps_of, yaml, words, timeout_s=300.0):
+    for measured in run_ranks(ranks, steps_of, yaml, words):
         compare_steps(expected, measured, 1e-6)
 
 

@@ -271,7 +271,7 @@ ALL = ["training.micro_batch_size=4"]
 @pytest.mark.slow
 def test_two_sharded_ranks_equal_one_process(run: Path) -> None:
     expected = steps_of(str(run), ALL)
-    for measured in run_ranks(2, steps_of, str(run), ["training.micro_batch_size=2"], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), ["training.micro_batch_size=2"]):
         compare_steps(expected, measured, 1e-8)
 
 
@@ -279,7 +279,7 @@ def test_two_sharded_ranks_equal_one_process(run: Path) -> None:
 def test_two_tensor_ranks_equal_one_process(run: Path) -> None:
     expected = steps_of(str(run), ALL)
     words = [*ALL, "parallel.tensor_parallel_size=2"]
-    for measured in run_ranks(2, steps_of, str(run), words, timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), words):
         compare_steps(expected, measured, 1e-8)
 
 

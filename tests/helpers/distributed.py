@@ -37,6 +37,8 @@ from tests.helpers.rank_server import PRELOADED
 from tests.helpers.threads import collect_rarely
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600.0
+"""When ranks count as hung. It is far above what any test takes: a busy machine is no fault of a test."""
 PEERS_GRACE_S = 3.0
 """How long the other ranks may go on once one has failed: their own errors are worth reading."""
 LAST_RESORT_S = 15.0
@@ -76,7 +78,7 @@ def module_of(file: str) -> ModuleType:
     return module
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks of a gloo group and return the results by rank.
 
     Args:

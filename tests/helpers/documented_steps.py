@@ -54,7 +54,7 @@ def run_line(line: str) -> Said:
         return kept(lambda: guarded(lambda: mm_convert.run(words)))
     if program == "python":
         return kept(lambda: run_python(words))
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=600, check=False)
     return Said(done.returncode, done.stdout, done.stderr)
 
 

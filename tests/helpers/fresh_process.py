@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 def run_after(

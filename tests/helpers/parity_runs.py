@@ -21,7 +21,7 @@ from tests.helpers.planned_steps import overrides, planted, train_steps
 from tests.helpers.schedules import case as case_param
 from tests.helpers.schedules import is_possible
 
-BATCH_LIMIT_S = 600.0
+BATCH_LIMIT_S = 1500.0
 Yamls = Mapping[str, str]
 """Family → the YAML of its run."""
 

@@ -29,7 +29,7 @@ from tests.helpers.tiny_omni import make_tiny_omni_run
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 TOLERANCE = 1e-9
-BATCH_LIMIT_S, CASE_LIMIT_S = 580.0, 90.0
+BATCH_LIMIT_S, CASE_LIMIT_S = 1500.0, 600.0
 
 FP64 = {
     "parallel": {"fsdp_plan": {"param_dtype": "fp64"}},

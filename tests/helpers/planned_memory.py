@@ -39,7 +39,7 @@ VISION: dict[str, Any] = {
 }
 MAKERS = {"vlm": tiny_models.make_tiny_qwen3_vl, "vlm moe": tiny_models.make_tiny_qwen3_vl_moe}
 """Families of the matrix → their models."""
-BATCH_LIMIT_S = 580.0
+BATCH_LIMIT_S = 1500.0
 
 Figures = dict[str, int]
 """`measured` and `predicted` peaks, and the same of `parameters`, of the rank that held most. Bytes."""

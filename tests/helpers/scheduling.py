@@ -35,8 +35,19 @@ LONG = (
 """Files of few tests that take ten seconds and more."""
 
 
+ONE_BY_ONE = ("tests/fsdp/tools/test_repeated_blocks.py",)
+"""Files whose tests share nothing and take minutes together: each test is dealt out on its own, and these come last,
+which lets all workers end at about the same time."""
+
+
 class LongFilesFirst(LoadFileScheduling):  # type: ignore[misc]
-    """Deals whole files out, those of `LONG` first."""
+    """Deals whole files out, those of `LONG` first; tests of `ONE_BY_ONE` in between and at the end."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        if file in ONE_BY_ONE:
+            return nodeid
+        return str(file)
 
     def _assign_work_unit(self, node: Any) -> None:
         for file in LONG:

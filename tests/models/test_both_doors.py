@@ -157,7 +157,7 @@ def whole_flow(config: str) -> list[list[Any]]:
 
 def test_the_call_flow_on_two_ranks_gives_the_yaml_s_numbers(tmp_path: Path) -> None:
     """Document 003's: every function is the caller's."""
-    for by_yaml, own in run_ranks(2, whole_flow, str(make_tiny_run(tmp_path)), timeout_s=150):
+    for by_yaml, own in run_ranks(2, whole_flow, str(make_tiny_run(tmp_path))):
         assert len(by_yaml) == len(own) == 3
         for one, other in zip(by_yaml, own, strict=True):
             assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-9)
@@ -174,7 +174,7 @@ def test_the_call_flow_on_two_ranks_gives_the_yaml_s_numbers(tmp_path: Path) -> 
 def test_experts_on_two_ranks(tmp_path: Path) -> None:
     make_tiny_qwen3_vl_moe(tmp_path / "model")
     config = str(make_tiny_run(tmp_path))
-    for measured in run_ranks(2, both, config, ("parallel.expert_parallel_size=2",), timeout_s=200):
+    for measured in run_ranks(2, both, config, ("parallel.expert_parallel_size=2",)):
         assert_bitwise(*measured)
 
 
@@ -182,7 +182,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_ranks(tmp_path: Path, plan: str) -> None:
     make_tiny_qwen3_vl(tmp_path / "model", num_hidden_layers=4)
-    for measured in run_ranks(2, both, str(make_tiny_run(tmp_path)), PLANS[plan], timeout_s=200):
+    for measured in run_ranks(2, both, str(make_tiny_run(tmp_path)), PLANS[plan]):
         assert_bitwise(*measured)
 
 
@@ -198,7 +198,7 @@ def test_own_forward_step_on_two_ranks(tmp_path: Path, plan: str) -> None:
     config = str(make_tiny_run(tmp_path))
     one = f"training.gradient_accumulation_steps={2 if plan != 'tensors' else 1}"
     expected = own_steps(config, (one,))
-    measured = run_ranks(2, own_steps, config, PLANS[plan], timeout_s=200)
+    measured = run_ranks(2, own_steps, config, PLANS[plan])
     for found in measured:
         for one_step, other in zip(expected, found, strict=True):
             for name, value in one_step["gradients"].items():

@@ -71,7 +71,7 @@ def train_all() -> dict[str, Any]:
 
 def test_gradients_and_units() -> None:
     expected = by_formula("loss", 2)
-    for found in run_ranks(2, train_all, timeout_s=120):
+    for found in run_ranks(2, train_all):
         for name in ("CustomModel", "YourModel"):
             assert found[name]["units"] == ["", "blocks.0", "blocks.1"]
             assert "2 Linear (recompute)" in found[name]["forwards"]
@@ -175,13 +175,13 @@ def train_told() -> list[dict[str, Any]]:
 
 def test_an_output_stays_what_it_is() -> None:
     expected = by_formula("loss", 2)
-    for found in run_ranks(2, train_told, timeout_s=120):
+    for found in run_ranks(2, train_told):
         for step in found:
             assert max(float((expected[name] - value).abs().max()) for name, value in step.items()) < 1e-14
 
 
 def test_a_library_s_tower_gives_its_hidden_states() -> None:
-    for by_engine, by_itself in run_ranks(2, train_seeing, timeout_s=120):
+    for by_engine, by_itself in run_ranks(2, train_seeing):
         assert by_engine.keys() == by_itself.keys()
         assert any(
             "vision_tower" in name and value is not None and bool(value.any()) for name, value in by_itself.items()

@@ -245,7 +245,7 @@ def test_flags_train_as_the_yaml(
     write_files(kind, spread)
     by_flags = from_flags(words_of(kind, spread, "by_yaml"), {"WORLD_SIZE": str(spread.ranks)})
     assert by_flags.arguments == load_config(Path("run.yaml"), ["training.save=by_yaml"]).arguments
-    run_ranks(spread.ranks, through_both, str(tmp_path), kind_name, spread_name, timeout_s=150)
+    run_ranks(spread.ranks, through_both, str(tmp_path), kind_name, spread_name)
     first, second = (
         [{key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines(Path(save) / "metrics.jsonl")]
         for save in ("by_flags", "by_yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from mindspeed_mm.tasks.data import check
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.facts import RowFacts
 from mindspeed_mm.tasks.data.faults import kind_of
-from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save
+from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save, unread_fields
 from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.scan import scan
+from mindspeed_mm.tasks.data.tally import RowStatistics
 from mindspeed_mm.tasks.data.tokens import special_texts
 from mindspeed_mm.tasks.data.words import Paint, check_lines
 from mindspeed_mm.tasks.requests.data import DataCheckRequest
@@ -74,6 +76,18 @@ def test_errors_come_first_and_the_most_rows_before_fewer(found: DataCheck) -> N
     keys = [(not finding.is_error, -finding.rows) for finding in found.findings]
     assert keys == sorted(keys)
     assert found.findings[0].kind == "roles"
+
+
+@pytest.mark.parametrize(("fields", "told"), [(12, []), (15, ["    … and 3 more"])])
+def test_fields_that_are_not_listed_are_counted_and_no_rows(fields: int, told: list[str]) -> None:
+    """Each is in a hundred rows, and none of them is a row."""
+    names = [f"column '{number}'" for number in range(fields)]
+    tally = RowStatistics(unread={key: ["a.jsonl:1"] for key in names}, unread_rows=Counter(dict.fromkeys(names, 100)))
+    (finding,) = unread_fields(tally)
+    assert len(finding.examples) == 12
+    lines = check_lines(DataCheck(Path("run.yaml"), findings=[finding]), Paint(colour=False))
+    assert lines[0] == "run.yaml: 1 warning"
+    assert [line for line in lines if " more" in line] == told
 
 
 def test_lines_say_kind_example_and_way_out(found: DataCheck) -> None:

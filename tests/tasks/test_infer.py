@@ -354,13 +354,13 @@ def test_processes_share_the_rows_and_go_on_where_others_stopped(folder: Path, r
     assert CliRunner().invoke(command, [*words, "--out", str(one)], catch_exceptions=False).exit_code == 0
     for held in (0, 3):  # answers that are there already
         two.write_text("".join(one.read_text().splitlines(keepends=True)[:held]))
-        done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=200)
+        done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         kept = f", {held} were already there" if held else ""
         assert f"two.jsonl: {7 - held} answered{kept}" in done.stdout
         assert two.read_text() == one.read_text()
     two.write_text(one.read_text().replace("what is this?", "and this?"))
-    done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 4 and done.stderr.count("cannot be continued") == 1
 
 

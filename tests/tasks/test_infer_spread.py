@@ -135,10 +135,10 @@ def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
     rows, plan = make_rows(tmp_path, shows=True), make_plan(tmp_path, model, PLANS["fsdp"])
     words = ["infer", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--max-new-tokens", 2, "--plan", plan]
     command = [sys.executable, "-m", "mindspeed_mm.cli.main", *map(str, words), "--nproc", "2"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert said.returncode == 0 and "5 answered" in said.stdout, said.stderr
     (tmp_path / "3.png").write_bytes((tmp_path / "3.png").read_bytes()[:60])
-    said = subprocess.run([*command, "--overwrite"], capture_output=True, text=True, timeout=200)
+    said = subprocess.run([*command, "--overwrite"], capture_output=True, text=True, timeout=600)
     assert said.returncode == 4 and "Traceback" not in said.stderr, said.stderr
     assert sum("3.png" in line for line in said.stderr.splitlines()) == 1, said.stderr
 

@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.tasks.models import catalogue
+from mindspeed_mm.tasks.models.routes import bare
 from tests.families.test_generators import FAULTS as OF_GENERATORS
 from tests.helpers.released_rows import ROWS as RELEASED
 
@@ -48,6 +49,16 @@ ROWS = {
     "Qwen3TTS": {"qwen3tts": OF_TRAINING}, "FunASR": {"funasr": OF_TRAINING},
 }  # fmt: skip
 """Name in the model tables of document 001 → card → test whose planted fault the family's proof sees."""
+
+SIZES = {
+    "Qwen2VL": "2B/7B/72B", "Qwen2.5VL": "3B/7B/32B/72B", "Qwen3VL": "8B/30B/235B", "InternVL2.5": "4B/78B",
+    "InternVL3": "8B/78B", "InternVL3.5": "30B", "GLM4.1V": "9B",
+}  # fmt: skip
+SUBTASKS = {"Wan2.1": "t2v/i2v/v2v/flf2v", "Wan2.2": "t2v/i2v", "FLUX": "t2i"} | dict.fromkeys(
+    ("HunyuanVideo", "HunyuanVideo 1.5", "CogVideoX", "OpenSoraPlan 1.3", "OpenSoraPlan 1.5", "StepVideo", "LTX2"),
+    "t2v",
+)
+"""Name in the model tables → what their columns Specs and Subtask say, where they say anything."""
 
 
 class Method(NamedTuple):
@@ -201,6 +212,16 @@ def test_a_row_of_the_tables_has_its_proofs_and_a_fault_that_they_see(row: str) 
         assert fault not in CASES or name in CASES[fault], (name, fault)
         assert [(test, wrong) for test in (*proofs(card), fault) if (wrong := wrong_with(test))] == []
     assert found.keys() & ROWS[row].keys()
+
+
+def test_sizes_and_subtasks_of_the_tables_are_those_of_cards() -> None:
+    cards = {card.name: card for card in catalogue.families()}
+    for row, sizes in SIZES.items():
+        released = [bare(hub.partition("/")[2]) for name in ROWS[row] for hub in cards[name].released]
+        for size in sizes.lower().split("/"):
+            assert [hub for hub in released if hub.startswith(f"{bare(row)}{size}")], (row, size)
+    for row, tasks in SUBTASKS.items():
+        assert set(tasks.split("/")) <= {task for name in ROWS[row] for task in cards[name].tasks}, row
 
 
 @pytest.mark.parametrize("row", METHODS)

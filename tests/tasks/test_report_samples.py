@@ -164,4 +164,4 @@ def test_judges_and_their_findings(run: Path) -> None:
 
 def test_the_report_needs_no_torch() -> None:
     program = "import sys, mindspeed_mm.tasks.report.report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == 0

@@ -71,7 +71,7 @@ def test_ranks_answer_together(tmp_path: Path, name: str) -> None:
     model = make_tiny_qwen3(tmp_path / "model", initializer_range=0.4)
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"model: {{model_name_or_path: {model}}}\nparallel: {{{PLANS[name]}}}\n")
-    (found, again), _ = run_ranks(2, answer_on_ranks, str(model), str(plan), timeout_s=120)
+    (found, again), _ = run_ranks(2, answer_on_ranks, str(model), str(plan))
     expected = [answer.token_ids for answer in load_generator(model).answer_live(rows())]
     assert found == again == expected
     assert len(set(found[0])) > 2
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_alone_ends_all(tmp_path: Path, failing: int) -> None:
     with pytest.raises(
         RanksFailed, match=f"MachineError: rank {failing} failed to answer: RuntimeError: out of memory"
     ):
-        run_ranks(2, lone_failure, str(model), str(plan), failing, timeout_s=300)
+        run_ranks(2, lone_failure, str(model), str(plan), failing)
     assert time.monotonic() - begun_s < 200  # not the limit of a collective
 
 

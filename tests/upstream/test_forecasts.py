@@ -136,6 +136,14 @@ def test_a_step_of_a_file_fits_its_devices(name: str, tmp_path: Path) -> None:
     has_room(name, needed_gib(FILES[name], path, tmp_path / "model", ranks_of(path)))
 
 
+def test_the_script_of_mimov2_5_says_what_was_tried() -> None:
+    """A model of fewer layers, on one host: which is why a step of the released one is in `TOO_LARGE`."""
+    script = CHECKOUT / "examples" / "mimov2_5" / "finetune_mimov2_5.sh"
+    if not script.is_file():
+        pytest.skip("this checkout has no such script")
+    assert re.search(r"(?m)^NNODES=1 +# .*只验证了减层单机运行$", script.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Started, dict[str, Any]]]:
     """Script → what it starts and what the door of flags answers."""

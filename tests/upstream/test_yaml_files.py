@@ -8,6 +8,7 @@ read by its older entries.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def files_with(section: str) -> list[str]:
     ]
 
 
-FILES = files_with("training")
+FILES, OF_FLAGS = files_with("training"), files_with("gpt_args")
+PLANS = ("sharding_size:", "zero3_size:", "compute_environment:")
+"""What a file says that tells how to shard or to launch, beside the flags that tell the rest."""
 pytestmark = OF_CHECKOUT
 FOLDERS = {
     "qwen3_omni_moe": "qwen3_omni", "qwen3_tts": "qwen3tts", "cosyvoice3_lm": "cosyvoice3",
@@ -63,9 +66,18 @@ for name in sys.argv[2:]:
 """
 
 
+def test_every_file_that_a_script_starts_has_a_case() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in CHECKOUT.rglob("*.sh")]
+    named = set(re.findall(r"(?:examples|tests)/[\w./-]+\.yaml", "\n".join(texts)))
+    alone = named - {*FILES, *OF_FLAGS}
+    assert len(named - alone) > 15
+    for name in alone:
+        assert (CHECKOUT / name).read_text(encoding="utf-8").startswith(PLANS), name
+
+
 def test_every_file_loads(capsys: pytest.CaptureFixture[str]) -> None:
     made = subprocess.run(
-        [sys.executable, "-c", LOADS, str(CHECKOUT), *FILES], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", LOADS, str(CHECKOUT), *FILES], capture_output=True, text=True, timeout=600
     )
     assert made.returncode == 0, made.stderr
     found = [json.loads(line) for line in made.stdout.splitlines()]
@@ -91,18 +103,23 @@ def test_a_file_trains_two_steps(name: str, tmp_path: Path) -> None:
         changes.append("training.quantization_plan.extra_args.emulate=true")
     said = mm("train", path, *changes, "parallel.expert_parallel_size=1")
     assert said.code == 0, said.err
-    first, second = (losses(tmp_path / "save")[step] for step in (1, 2))
-    assert first != second
+    has_learned_two_steps(tmp_path / "save")
 
 
-@pytest.mark.parametrize("name", files_with("gpt_args"))
+def has_learned_two_steps(save: Path) -> None:
+    """Two steps, whose losses are numbers, and not the same."""
+    found = losses(save)
+    assert [*found] == [1, 2] and found[1] != found[2]
+    assert all(map(math.isfinite, found.values())), found
+
+
+@pytest.mark.parametrize("name", OF_FLAGS)
 def test_a_file_of_flags_trains_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = pretrain_qwen3_5 if "mcore" in name else pretrain_transformers
     file = with_paths_and_sizes(CHECKOUT / name, tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{entry.__name__}.py", str(file), "--distributed-backend", "nccl"])
     entry.main()
-    first, second = (losses(tmp_path / "save")[step] for step in (1, 2))
-    assert first != second
+    has_learned_two_steps(tmp_path / "save")
 
 
 def with_paths_and_sizes(file: Path, folder: Path) -> Path:

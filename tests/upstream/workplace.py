@@ -46,7 +46,7 @@ def run_script(root: Path, name: str, **variables: str) -> str:
         env=inherited | settings | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert said.returncode == 0, f"{name}:\n{said.stdout[-3000:]}\n{said.stderr[-6000:]}"

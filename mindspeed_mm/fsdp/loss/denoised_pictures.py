@@ -22,6 +22,7 @@ from mindspeed_mm.core.batch import LATENT, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import draw_level, noise_of, shift_sigma
+from mindspeed_mm.fsdp.loss.drawn_pictures import PICTURE_TERM
 from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.diffusion.latents import patchified, places_of
@@ -69,7 +70,7 @@ class WithDenoisedPictures:
         exact_dtype: What noise is mixed in.
     """
 
-    term = "picture"
+    term = PICTURE_TERM
 
     def __init__(
         self,

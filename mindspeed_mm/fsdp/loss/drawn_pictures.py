@@ -20,6 +20,8 @@ from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntr
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import whole_cross_entropy
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
+PICTURE_TERM = "picture"
+"""The loss of drawn pictures, beside that of words."""
 _WEIGHTS = "_code_weights"
 
 
@@ -37,7 +39,7 @@ class WithDrawnPictures:
         placeholder: The token that stands for each place of a picture.
     """
 
-    term = "picture"
+    term = PICTURE_TERM
 
     def __init__(self, objective: TokenCrossEntropy, placeholder: int) -> None:
         self._objective, self._placeholder = objective, placeholder

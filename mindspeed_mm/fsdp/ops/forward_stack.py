@@ -169,12 +169,17 @@ def global_of(module: nn.Module, name: str) -> Any:
 
 def rebind_globals(module: nn.Module, others: Mapping[str, Forward]) -> None:
     """Let a module's forward find other functions under these names; call it once on a module."""
-    function = _shared_function(_forward_of(module), tuple(sorted(others.items())))
+    own = _forward_of(module)
+    # The copy is of the file's globals as they are now: others may have been put there since the last one.
+    now = tuple(id(own.__globals__.get(name)) for name in own.__code__.co_names)
+    function = _shared_function(own, tuple(sorted(others.items())), now)
     replace_forward(module, ForwardKind.KERNEL, MethodType(function, module))
 
 
 @functools.lru_cache(maxsize=256)
-def _shared_function(function: FunctionType, others: tuple[tuple[str, Forward], ...]) -> FunctionType:
+def _shared_function(
+    function: FunctionType, others: tuple[tuple[str, Forward], ...], _globals: tuple[int, ...]
+) -> FunctionType:
     """One for all modules that are given the same functions: layers that share it share their compiled graphs."""
     return function_with(function, dict(others))
 

@@ -39,7 +39,8 @@ class EvaluateArguments(Section):
     """Metric whose best checkpoint is kept beside the newest ones, never deleted and named in `best.json`: `val_loss`
     or another number of the validation, `eval_accuracy`, `eval_wer` or `eval_cer`, or one task's, e.g.
     `eval_accuracy/reading`. Accuracies should rise, everything else should fall. Null: of a run that is validated, the
-    saved checkpoint with the lowest `val_loss` is kept and named."""
+    saved checkpoint with the lowest `val_loss` is kept and named; of a model that answers and draws, the one with the
+    lowest `val_total`, the weighted sum of the losses of words and pictures that training minimises."""
     min_delta: Annotated[Number, Field(ge=0)] = 0.0
     """Smallest improvement over the best value that makes a checkpoint the new best one."""
     patience: Positive | None = None

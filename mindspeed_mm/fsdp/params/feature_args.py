@@ -189,4 +189,4 @@ class FeatureArguments(Section):
     fused_kernels: FlagOrAuto = "auto"
     """Compute RMS norms, rotary embeddings and gated linear units with fused kernels: liger's on CUDA, or our own by
     triton where liger-kernel is not installed; torch_npu's on NPUs. `auto` uses them where they can be had. `true`:
-    used or refused."""
+    used or refused. Unless `false`, rotary embeddings of towers take fewer operations everywhere, to the same bits."""

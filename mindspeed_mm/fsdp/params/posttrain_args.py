@@ -284,9 +284,9 @@ class DmdArguments(Section):
     lr_critic: Above0 | None = None
     """Learning rate of the critic, which follows the schedule of the student's; null: `training.lr`."""
     beta1_critic: Ratio | None = None
-    """Adam's β₁ of the critic; null: `training.adam_beta1`."""
+    """Adam's β₁ of the critic; null: `training.adam_beta1`. Not with lion."""
     beta2_critic: Ratio | None = None
-    """Adam's β₂ of the critic; null: `training.adam_beta2`."""
+    """Adam's β₂ of the critic; null: `training.adam_beta2`. Not with lion."""
     score_range: tuple[Ratio, Ratio] = (0.02, 0.98)
     """Smallest and largest noise level, after the shift, at which teacher and critic look at samples; those outside are
     moved to the nearer end."""

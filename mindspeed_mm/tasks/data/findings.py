@@ -41,6 +41,8 @@ class DataFinding:
     examples: tuple[str, ...] = ()
     """Some of them, with their places."""
     fixes: tuple[Fix, ...] = ()
+    others: int | None = None
+    """Further examples, which are not rows; null: the rows beside those that are named."""
 
     @property
     def is_error(self) -> bool:
@@ -327,8 +329,6 @@ def unread_fields(tally: RowStatistics) -> Iterator[DataFinding]:
     if not counts:
         return
     shown = [f"{what}: {rows_told(rows)}, the first {tally.unread[what][0]}" for what, rows in counts[:_MOST_UNREAD]]
-    if len(counts) > _MOST_UNREAD:
-        shown.append(f"and {len(counts) - _MOST_UNREAD} more")
     yield DataFinding(
         "warning",
         "not read",
@@ -336,6 +336,7 @@ def unread_fields(tally: RowStatistics) -> Iterator[DataFinding]:
         counts[0][1],
         tuple(shown),
         tuple(Fix(way_out, 0) for way_out in _ways_out(what for what, _ in counts)),
+        others=max(len(counts) - _MOST_UNREAD, 0),
     )
 
 

@@ -59,7 +59,9 @@ def _finding(finding: DataFinding, paint: Paint) -> Iterator[str]:
     yield f"{mark}  {paint.head(finding.kind)}: {finding.what}"
     for example in finding.examples:
         yield f"    {_on_one_line(example)}"
-    if finding.rows > len(finding.examples) > 0:
+    if finding.others:
+        yield paint.soft(f"    … and {finding.others:,} more")
+    elif finding.others is None and finding.rows > len(finding.examples) > 0:
         yield paint.soft(f"    … and {finding.rows - len(finding.examples):,} more (--bad-rows FILE lists bad rows)")
     for fix in finding.fixes:
         saves = ""

@@ -66,7 +66,9 @@ class Run:
         none."""
         if self.folder is not None and (kept := best_of(self.folder)) is not None:
             return self.checkpoints[kept[0]]
-        losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
+        # What words and pictures are trained by together, where there is such a sum.
+        name = "val_total" if any("val_total" in record for record in self.records) else "val_loss"
+        losses = {record["step"]: record[name] for record in self.records if _is_finite(record.get(name))}
         validated = [step for step in self.checkpoints if step in losses]
         if validated:
             return self.checkpoints[min(validated, key=lambda step: losses[step])]

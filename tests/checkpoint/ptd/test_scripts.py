@@ -33,7 +33,7 @@ def commands_of(script: Path, environment: dict[str, str], folder: Path) -> list
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" -- >> '{log}'\n")
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    subprocess.run(["bash", str(script)], env={**os.environ, **environment, "PATH": path}, check=True, timeout=60)
+    subprocess.run(["bash", str(script)], env={**os.environ, **environment, "PATH": path}, check=True, timeout=600)
     return [call.splitlines() for call in log.read_text().split("--\n") if call]
 
 

@@ -69,7 +69,7 @@ def preview_of(*words: str, rows: tuple[int, ...] = (0, 1), validation: bool = F
 
 def mm(folder: Path, *words: str) -> str:
     finished = subprocess.run(
-        [sys.executable, "-m", "mindspeed_mm", *words], cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mindspeed_mm", *words], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert finished.returncode == 0, finished.stderr + finished.stdout
     return finished.stdout

@@ -205,7 +205,7 @@ def run_on_ranks(folders: dict[str, str], in_short: bool) -> dict[str, StepRecor
 
 @cache
 def results(ranks: int, in_short: bool, folders: tuple[tuple[str, str], ...]) -> list[dict[str, StepRecord]]:
-    return run_ranks(ranks, run_on_ranks, dict(folders), in_short, timeout_s=150)
+    return run_ranks(ranks, run_on_ranks, dict(folders), in_short)
 
 
 @cache

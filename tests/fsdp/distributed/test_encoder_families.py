@@ -118,7 +118,7 @@ def compare_all(media: str) -> dict[str, tuple[float, float]]:
 
 @cache
 def measured(media: str) -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(2, compare_all, media, timeout_s=200)
+    return run_ranks(2, compare_all, media)
 
 
 @pytest.mark.parametrize("media", ["uneven", pytest.param("one each", marks=pytest.mark.slow)])

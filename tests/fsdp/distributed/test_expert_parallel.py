@@ -225,7 +225,7 @@ def own_model() -> Model:
 
 @cache
 def layers() -> list[dict[str, Any]]:
-    return run_ranks(2, run_layers, timeout_s=120)
+    return run_ranks(2, run_layers)
 
 
 def compare(
@@ -440,6 +440,6 @@ def shard_over_more_ranks_than_experts() -> Any:
 
 
 def test_fewer_experts_than_ranks_are_cut_on_the_next_dimension() -> None:
-    ranks = run_ranks(4, shard_over_more_ranks_than_experts, timeout_s=60)
+    ranks = run_ranks(4, shard_over_more_ranks_than_experts)
     assert ranks[0]["shape"] == [2, 4, 8] and ranks[0]["placements"] == [str(Shard(1))] and not ranks[0]["warnings"]
     compare(Model(count=2), (2, 2, 2, 2), (0, 1), [rank["found"] for rank in ranks])

@@ -100,14 +100,14 @@ def load_plans(yaml: str, ranks: int, saved_by: list[str]) -> dict[str, Any]:
 
 @cache
 def saved(yaml: str, ranks: int) -> dict[str, Any]:
-    return run_ranks(ranks, save_plans, yaml, ranks, timeout_s=120)[0]
+    return run_ranks(ranks, save_plans, yaml, ranks)[0]
 
 
 @cache
 def loaded(yaml: str, ranks: int) -> dict[str, Any]:
     for plan in FEW:
         saved(yaml, PLANS[plan][0])
-    return run_ranks(ranks, load_plans, yaml, ranks, FEW, timeout_s=120)[0]
+    return run_ranks(ranks, load_plans, yaml, ranks, FEW)[0]
 
 
 FEW = [plan for plan, (ranks, _) in PLANS.items() if ranks <= 2]

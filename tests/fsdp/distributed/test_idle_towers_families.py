@@ -88,12 +88,12 @@ def sharded_steps(names: list[str]) -> dict[str, tuple[float, dict[str, torch.Te
 
 @pytest.fixture(scope="module")
 def on_ranks() -> list[dict[str, tuple[float, dict[str, torch.Tensor]]]]:
-    return run_ranks(2, sharded_steps, list(FAMILIES), timeout_s=120)
+    return run_ranks(2, sharded_steps, list(FAMILIES))
 
 
 @pytest.fixture(scope="module")
 def more_on_ranks() -> list[dict[str, tuple[float, dict[str, torch.Tensor]]]]:
-    return run_ranks(2, sharded_steps, list(MORE_FAMILIES), timeout_s=240)
+    return run_ranks(2, sharded_steps, list(MORE_FAMILIES))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

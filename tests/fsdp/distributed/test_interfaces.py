@@ -33,7 +33,7 @@ def test_between_two_hosts():
         # The other host; this one by its address; by a name that means the loopback, as in Debian's /etc/hosts.
         asked = [(hosts.second, "10.77.0.1"), (hosts.first, "10.77.0.1"), (hosts.second, "localhost")]
         running = [host.start(sys.executable, "-c", ASK.format(target)) for host, target in asked]
-        said = [process.communicate(timeout=60) for process in running]
+        said = [process.communicate(timeout=600) for process in running]
     wires = [Interface(host.device, host.address) for host, _ in asked]
     assert [out.strip() for out, _ in said] == [str(wire) for wire in wires], said
 

@@ -137,7 +137,7 @@ def reference(tiny_folder: Path) -> Callable[[tuple[int, ...], int], list[StepRe
 @cache
 def measured(ranks: int, folder: str, in_short: bool) -> list[dict[str, list[StepRecord]]]:
     """Records by rank."""
-    return run_ranks(ranks, run_on_ranks, folder, in_short, timeout_s=120)
+    return run_ranks(ranks, run_on_ranks, folder, in_short)
 
 
 @pytest.mark.parametrize("name", marked(PLANS))

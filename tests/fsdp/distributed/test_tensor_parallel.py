@@ -160,7 +160,7 @@ def measured(folders: dict[str, str]) -> Callable[[str], list[list[StepRecord]]]
         cases = SLOW_CASES if slow else CASES
         names = [name for name, (wanted, *_) in cases.items() if wanted == ranks]
         names += (SLOW_FAULTS if slow else FAULTS) if ranks == 2 else ()
-        return run_ranks(ranks, run_on_ranks, folders, names, timeout_s=240)
+        return run_ranks(ranks, run_on_ranks, folders, names)
 
     def of(name: str) -> list[list[StepRecord]]:
         ranks = ALL_CASES[name][0] if name in ALL_CASES else 2

@@ -78,7 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found = {}
     for function, what in ((train_and_save, "trained"), (load_and_train, "resumed")):
         for ranks, name in ((4, "split"), (1, "alone")):
-            found[f"{name} {what}"] = run_ranks(ranks, function, folder, str(root), timeout_s=120)[0]
+            found[f"{name} {what}"] = run_ranks(ranks, function, folder, str(root))[0]
     return found | {"root": {"path": str(root)}}
 
 

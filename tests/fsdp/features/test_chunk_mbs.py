@@ -221,7 +221,7 @@ def plain_and_sliced(folder: str) -> list[tuple[float, int, int, int, int]]:
 
 
 def test_a_sharded_module_is_gathered_once(folder: Path) -> None:
-    for cases in run_ranks(2, plain_and_sliced, str(folder), timeout_s=120):
+    for cases in run_ranks(2, plain_and_sliced, str(folder)):
         for deviation, gathers, runs, gathers_of_slices, runs_of_slices in cases:
             assert deviation < 1e-12
             assert gathers_of_slices == gathers > 0

@@ -123,7 +123,7 @@ def features_of(family: str, plan: str) -> dict[str, tuple[float, tuple[str, ...
 
 
 def check(family: str, plan: str, features: dict[str, tuple[float, tuple[str, ...]]], yamls: dict[str, str]) -> None:
-    for found in run_ranks(2, differing, yamls[family], PLANS[family, plan], features, timeout_s=300):
+    for found in run_ranks(2, differing, yamls[family], PLANS[family, plan], features):
         assert found == {}
 
 
@@ -140,7 +140,7 @@ def test_all_features_equal_none(family: str, plan: str, yamls: dict[str, str]) 
 
 @pytest.mark.slow
 def test_a_fault_is_seen(yamls: dict[str, str]) -> None:
-    for found in run_ranks(2, faulty, yamls["text"], timeout_s=120):
+    for found in run_ranks(2, faulty, yamls["text"]):
         assert found.keys() == {"offload"}
 
 

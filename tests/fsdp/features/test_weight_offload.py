@@ -180,8 +180,8 @@ def test_adapters_of_a_generator_are_trained_the_same(plan: str, tmp_path: Path)
 
 def test_ranks_train_adapters_beside_their_own_weights(tmp_path: Path) -> None:
     yaml, words = make_run(tmp_path), [*LORA, *PLANS["sharded"]]
-    expected = run_ranks(2, train_steps, yaml, words, timeout_s=120.0)
-    found = run_ranks(2, train_steps, yaml, [*words, OFFLOAD], timeout_s=120.0)
+    expected = run_ranks(2, train_steps, yaml, words)
+    found = run_ranks(2, train_steps, yaml, [*words, OFFLOAD])
     assert all(map(same, expected, found))
 
 

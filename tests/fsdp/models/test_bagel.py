@@ -278,7 +278,7 @@ def test_packed_rows_are_the_same(run: Path) -> None:
 def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     """One rank draws and the other sees, in turn: both sets of parameters have gradients on both."""
     words = ["training.micro_batch_size=1", *more]
-    for measured in run_ranks(2, steps_of, str(run), words, timeout_s=180):
+    for measured in run_ranks(2, steps_of, str(run), words):
         compare_steps(whole_steps(str(run)), measured, 1e-8)
 
 
@@ -308,7 +308,7 @@ def test_spread_rows_equal_one_process(run: Path, plan: str, packs: bool) -> Non
     parts, kinds = packed["part_ids"][0], packed["token_kinds"][0]
     cut = [len(parts) * number // 4 for number in (1, 2, 3)]
     assert [(int(kinds[at]), bool(parts[at - 1] == parts[at])) for at in cut] == [(2, True), (1, True), (2, True)]
-    for measured in run_ranks(ranks, steps_of, str(run), words, packs, timeout_s=180):
+    for measured in run_ranks(ranks, steps_of, str(run), words, packs):
         compare_steps(whole_steps(str(run)), measured, 1e-8)
 
 
@@ -338,7 +338,7 @@ def spread_heads(heads: int, key_heads: int) -> float:
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 3)])
 def test_any_number_of_heads_goes_over_two_ranks(heads: tuple[int, int]) -> None:
     """With one head, a rank has none; with three key heads, both read the middle one."""
-    assert max(run_ranks(2, spread_heads, *heads, timeout_s=120)) < 1e-12
+    assert max(run_ranks(2, spread_heads, *heads)) < 1e-12
 
 
 # --- drawing and answering --------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_packed_rows_are_the_same(run: Path) -> None:
 def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     """One rank draws and the other sees, in turn: what draws has gradients on both."""
     words = ["training.micro_batch_size=1", *more]
-    for measured in run_ranks(2, steps_of, str(run), words, timeout_s=180):
+    for measured in run_ranks(2, steps_of, str(run), words):
         compare_steps(whole_steps(str(run)), measured, 1e-8)
 
 

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
@@ -219,6 +220,21 @@ def test_packed_rows_are_the_same(run: Path) -> None:
     compare_steps(whole_steps(str(run)), steps_of(str(run), [], packs=True), 1e-8)
 
 
+def test_the_best_checkpoint_is_that_of_words_and_pictures(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are made up: that of words alone is lowest at the first step, their sum at the second."""
+    losses = iter([{"loss": 1.0, "picture": 5.0}, {"loss": 1.5, "picture": 2.0}])
+    monkeypatch.setattr(TrainEngine, "validate", lambda self, batches: next(losses))
+    rows = f"data.dataset_param.basic_parameters.val_dataset={run.parent / 'rows' / 'rows.jsonl'}"
+    train(run, tmp_path / "run", rows, "training.val_interval=1", "training.save_interval=1")
+    best = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (best["metric"], best["step"], best["value"]) == ("val_total", 2, 3.5)
+    assert best["history"] == [[1, 6.0], [2, 3.5]]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["val_total"] for record in records if "val_total" in record] == [6.0, 3.5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["features.recompute=true"], ["parallel.tensor_parallel_size=2"]])
 def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
@@ -226,7 +242,7 @@ def test_two_ranks_equal_one_process(run: Path, more: list[str]) -> None:
     expected = whole_steps(str(run))
     micro = 2 if "tensor" in "".join(more) else 1
     words = [f"training.micro_batch_size={micro}", *more]
-    for measured in run_ranks(2, steps_of, str(run), words, timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), words):
         compare_steps(expected, measured, 1e-8)
 
 

@@ -182,7 +182,7 @@ def steps_of(yaml: str, words: list[str], packs: bool = False) -> Any:
 @pytest.mark.slow
 def test_two_shards_equal_one_process(run: Path) -> None:
     expected = steps_of(str(run), [])
-    for measured in run_ranks(2, steps_of, str(run), ["training.micro_batch_size=1"], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), ["training.micro_batch_size=1"]):
         compare_steps(expected, measured, 1e-8)
 
 

@@ -286,7 +286,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_equal_one_process(uneven: Path, words: list[str]) -> None:
     """A rank without media in a step runs the thinker's towers all the same."""
     expected = steps_of(str(uneven), [])
-    for measured in run_ranks(2, steps_of, str(uneven), ["training.micro_batch_size=1", *words], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(uneven), ["training.micro_batch_size=1", *words]):
         compare_steps(expected, measured, 1e-8)
 
 

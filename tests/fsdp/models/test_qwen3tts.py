@@ -268,7 +268,7 @@ def steps_of(yaml: str, words: list[str]) -> Any:
 @pytest.mark.slow
 def test_two_tensor_ranks_equal_one_process(run: Path) -> None:
     expected = steps_of(str(run), [])
-    for measured in run_ranks(2, steps_of, str(run), ["parallel.tensor_parallel_size=2"], timeout_s=120):
+    for measured in run_ranks(2, steps_of, str(run), ["parallel.tensor_parallel_size=2"]):
         compare_steps(expected, measured, 1e-8)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed_mm.fsdp.features.speed.tower_operators import apply_tower_operators
 from mindspeed_mm.fsdp.models.behaviour.host_grids import attend_to_pictures_at_once, read_grids_on_host
 from mindspeed_mm.fsdp.ops import attention
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME, register_attention
@@ -22,7 +23,7 @@ ROWS_OF_PATCHES = (
     *("kimi_k25", "mistral3", "qwen3_omni", "qwen3_asr", "minimax_m3_vl"),
 )
 """Families with a tower that takes all pictures as one row; those of the others takes a batch of them."""
-QUICK = ("qwen2_5_vl", "omni", "mistral3")
+QUICK = ("qwen2_5_vl", "omni", "mistral3", "gemma4")
 BATCH_OR_ROW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WITH_MEDIA]
 VIEWS = frozenset(
     {"view", "_unsafe_view", "transpose", "t", "permute", "expand", "slice", "split", "split_with_sizes", "unbind"}
@@ -35,6 +36,7 @@ def prepared(model: Any) -> Any:
     model.set_attn_implementation(ATTENTION_NAME)
     read_grids_on_host(model)
     attend_to_pictures_at_once(model)
+    apply_tower_operators(model, norms=True)
     return model
 
 

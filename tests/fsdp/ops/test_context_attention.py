@@ -356,7 +356,7 @@ def run_on_ranks(in_short: bool) -> dict[str, dict[str, float]]:
 
 @cache
 def results(ranks: int, in_short: bool) -> list[dict[str, dict[str, float]]]:
-    return run_ranks(ranks, run_on_ranks, in_short, timeout_s=90)
+    return run_ranks(ranks, run_on_ranks, in_short)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.ops.forward_stack import (
     describe_forwards,
     forwards_of,
     forwards_replaced,
+    rebind_globals,
     replace_forward,
     undo_forwards,
 )
@@ -79,7 +80,7 @@ def stacks_of_a_run(yaml: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_run_with_everything_on_stacks_each_module_in_the_order_of_assembly(tmp_path: Path) -> None:
-    found = run_ranks(2, stacks_of_a_run, str(FAMILIES["text"].make(tmp_path)), timeout_s=300)[0]
+    found = run_ranks(2, stacks_of_a_run, str(FAMILIES["text"].make(tmp_path)))[0]
     assert found["model.layers.0"] == ["compile", "recompute", "offload", "slices"]
     assert found["lm_head"] == ["head loss", "tensor"]
     assert found["model.layers.0.mlp.up_proj"] == ["tensor"]
@@ -188,3 +189,31 @@ def test_no_source_replaces_a_forward_beside_the_door() -> None:
 )
 def test_a_forward_that_is_replaced_beside_the_door_is_found(source: str) -> None:
     assert list(replaced_forwards(source)) == [1]
+
+
+def first_helper() -> int:
+    """What a forward of this file calls; a test changes it."""
+    return 1
+
+
+def second_helper() -> int:
+    """What is rebound."""
+    return 10
+
+
+class CallsHelpers(nn.Module):
+    """Calls functions of its file."""
+
+    def forward(self) -> int:
+        return first_helper() + second_helper()
+
+
+def test_what_a_file_got_since_is_called_beside_what_is_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"second_helper": lambda: 20}
+    before, again, after = CallsHelpers(), CallsHelpers(), CallsHelpers()
+    rebind_globals(before, others)
+    rebind_globals(again, others)
+    assert before.forward.__func__ is again.forward.__func__  # compiled graphs are shared
+    monkeypatch.setitem(globals(), "first_helper", lambda: 2)
+    rebind_globals(after, others)
+    assert (before(), after()) == (21, 22)

@@ -94,6 +94,8 @@ DISTILLED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"dmd": {"score_range": [0.5, 0.2]}}, {}, "dmd.score_range", "smaller one first"),
     ({"dmd": {"guidance_scale": 1, "negative_prompt": "blurred"}}, {}, "dmd.negative_prompt", "guidance_scale"),
     ({"dmd": {"context_noise": 100}}, {}, "dmd.context_noise", "num_frame_per_block"),
+    ({"dmd": {"beta1_critic": 0.0}}, {"training": {"optimizer": "lion"}}, "dmd.beta1_critic", "use adamw or"),
+    ({"dmd": {"beta2_critic": 0.9}}, {"training": {"optimizer": "lion"}}, "dmd.beta2_critic", "use adamw or"),
     ({"dmd": {"same_step_across_blocks": False}}, {}, "dmd.same_step_across_blocks", "num_frame_per_block"),
     ({}, {"training": {"diffusion": {"caption_dropout": 0.1}}}, "diffusion.caption_dropout", "Leave"),
     ({}, {"training": {"diffusion": {"loss_weighting": "bell"}}}, "diffusion.loss_weighting", "Leave"),

@@ -272,7 +272,7 @@ PLANS = {
 @pytest.mark.slow
 def test_pairs_of_ranks_share_the_questions(yaml: Path, questions: Path, tmp_path: Path) -> None:
     """Two ranks hold parts of each layer; four are two such pairs, which answer different questions."""
-    run_ranks(4, train_with_and_without, str(yaml), str(tmp_path), "training.micro_batch_size=2", TP, timeout_s=200)
+    run_ranks(4, train_with_and_without, str(yaml), str(tmp_path), "training.micro_batch_size=2", TP)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     found = evaluate.run(by_characters(tmp_path / "with", questions, 4))
     assert {sample["id"]: sample["given"] for sample in found.samples} == given(tmp_path / "with", 3)
@@ -286,7 +286,7 @@ def test_two_ranks_answer_as_one_and_go_on_as_without(yaml: Path, questions: Pat
     if plan == "experts":  # sums of other order round otherwise: scores must not be close to one another
         model = make_tiny_qwen3_vl_moe(tmp_path / "model", initializer_range=0.4)
         words.append(f"model.model_name_or_path={model}")
-    counted = run_ranks(2, train_with_and_without, str(yaml), str(tmp_path), *words, timeout_s=150)
+    counted = run_ranks(2, train_with_and_without, str(yaml), str(tmp_path), *words)
     assert gathers is None or counted == [3 * gathers] * 2  # three evaluations, each unit once
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert differing(tensors(tmp_path / "with"), tensors(tmp_path / "without")) == []

@@ -163,8 +163,8 @@ def losses_in(yaml: str, dtype: str, *words: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(("dtype", "of_loss", "of_norm"), [("fp32", 1e-5, 1e-5), ("bf16", 2e-3, 2e-2)])
 def test_shorter_types_by_the_grouped_kernel(dtype: str, of_loss: float, of_norm: float, yamls: dict[str, str]) -> None:
     yaml = yamls["text"]
-    expected = run_ranks(1, losses_in, yaml, dtype, timeout_s=120)[0]
-    found = run_ranks(2, losses_in, yaml, dtype, EP, timeout_s=120)[0]
+    expected = run_ranks(1, losses_in, yaml, dtype)[0]
+    found = run_ranks(2, losses_in, yaml, dtype, EP)[0]
     for (loss, norm), (own_loss, own_norm) in zip(expected, found, strict=True):
         assert own_loss == pytest.approx(loss, rel=of_loss)
         assert own_norm == pytest.approx(norm, rel=of_norm)

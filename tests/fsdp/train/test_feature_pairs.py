@@ -86,7 +86,7 @@ def measured(root: str, family: str, names: tuple[str, ...]) -> Any:
     told = [*words, *words_of(family, features, root)]
     if ranks == 1:
         return outcome(yaml_of(root, family), told)
-    return run_ranks(ranks, outcome, yaml_of(root, family), told, timeout_s=90)[0]
+    return run_ranks(ranks, outcome, yaml_of(root, family), told)[0]
 
 
 def check(root: str, family: str, names: tuple[str, ...]) -> None:

@@ -173,7 +173,7 @@ def test_validation_says_the_same_on_two_ranks(
     """Every sample has the noise that it has on one: in fp64 nothing but the order of the sum is another."""
     words = (FEATURES + str(features["t2v"]), *UNCHANGED, "parallel.fsdp_plan.param_dtype=fp64")
     train(yamls["t2v"], tmp_path / "one", *words, "training.gradient_accumulation_steps=2")
-    run_ranks(2, train, yamls["t2v"], tmp_path / "two", *words, timeout_s=120.0)
+    run_ranks(2, train, yamls["t2v"], tmp_path / "two", *words)
     (one, *_), found = validation_losses(tmp_path / "one"), validation_losses(tmp_path / "two")
     assert len(found) == 3 and len(set(found)) == 1
     assert found[0] == pytest.approx(one, rel=1e-12)

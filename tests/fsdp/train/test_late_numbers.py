@@ -419,7 +419,7 @@ def two_ranks(yaml: str, save: str, late: bool) -> list[tuple[int, int, bool]]:
 
 
 def test_two_ranks_wait_together(yaml: Path, tmp_path: Path) -> None:
-    late = run_ranks(2, two_ranks, str(yaml), str(tmp_path / "late"), True, timeout_s=120.0)
-    run_ranks(2, two_ranks, str(yaml), str(tmp_path / "waits"), False, timeout_s=120.0)
+    late = run_ranks(2, two_ranks, str(yaml), str(tmp_path / "late"), True)
+    run_ranks(2, two_ranks, str(yaml), str(tmp_path / "waits"), False)
     assert late[0] == late[1] == [(step, step, step not in (2, 7)) for step in range(1, 8)]
     assert differing_runs(tmp_path) == []

@@ -110,7 +110,7 @@ def shardable(cases: list[str]) -> list[str]:
 )
 def test_two_ranks_equal_one(cases: list[str], yamls: dict[str, str]) -> None:
     expected = {case: steps_of(case, yamls, 1) for case in cases}
-    for measured in run_ranks(2, two_ranks, yamls, cases, timeout_s=300.0):
+    for measured in run_ranks(2, two_ranks, yamls, cases):
         for name, steps in measured.items():
             case = name.partition(" × ")[0]
             if name.endswith("averaged"):
@@ -149,7 +149,7 @@ def test_adapters_continue_under_pipeline_stages(tmp_path: Path) -> None:
     expected = continued_steps(yaml, 1)
     names = {name for name, gradient in expected[0]["gradients"].items() if gradient is not None}
     assert any(".layers.0." in name for name in names) and any(".layers.3." in name for name in names)
-    for measured in run_ranks(2, continued_steps, yaml, 4, "parallel.pipeline_parallel_size=2", timeout_s=120.0):
+    for measured in run_ranks(2, continued_steps, yaml, 4, "parallel.pipeline_parallel_size=2"):
         compare_steps(expected, measured, 1e-9)
 
 

@@ -170,7 +170,7 @@ def test_what_overflows_on_one_rank_is_left_out_on_all(
     yaml: Path, tmp_path: Path, accumulation: int, words: tuple[str, ...]
 ) -> None:
     """In the third step, of the rank that has the last stage where there are stages."""
-    run_ranks(2, two_ranks, str(yaml), str(tmp_path), accumulation, *words, timeout_s=120.0)
+    run_ranks(2, two_ranks, str(yaml), str(tmp_path), accumulation, *words)
     assert scales(tmp_path / "run") == [1024, 1024, 2048, 1024, 1024]
     alone = tmp_path / "alone"
     with overflow_on(0, 3):

@@ -288,7 +288,7 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
     assert run_ranks(2, stored_by_ranks, yaml, *spread)[0] == 4
     files = sorted((tmp_path / "alone").glob("*.safetensors"))
     (tmp_path / "spread" / files[0].name).unlink()
-    run_ranks(2, stored_by_ranks, yaml, *spread, timeout_s=60)
+    run_ranks(2, stored_by_ranks, yaml, *spread)
     assert len(files) == 4
     for file in files:
         (own,), (other,) = load_file(file).values(), load_file(tmp_path / "spread" / file.name).values()

@@ -126,7 +126,7 @@ def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, Any]:
 
 @cache
 def results_of(ranks: int, yamls: tuple[tuple[str, str], ...], slow: bool = False) -> list[dict[str, list[StepRecord]]]:
-    return run_ranks(ranks, run_cases, ranks, dict(yamls), slow, timeout_s=400)
+    return run_ranks(ranks, run_cases, ranks, dict(yamls), slow)
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -217,7 +217,7 @@ def test_two_ranks_then_one(yamls: tuple[tuple[str, str], ...], tmp_path: Path, 
     yaml = str(
         make_tiny_run(Path(dict(yamls)["vlm"]).parent, **DOUBLE | {"training": DOUBLE["training"] | {"train_iters": 4}})
     )
-    run_ranks(2, begin_on_two, yaml, str(tmp_path), timeout_s=120)
+    run_ranks(2, begin_on_two, yaml, str(tmp_path))
     for name, words in RESHARDED.items():
         train(yaml, tmp_path / name, *words, *overrides(1, 1))
         train(yaml, tmp_path / f"{name} whole", *words, *overrides(1, 1))

@@ -94,14 +94,14 @@ def saved_by(plan: str, yaml: str) -> Path:
     """Two steps."""
     ranks, words = PLANS[plan]
     save = Path(yaml).parent / plan.replace(" ", "_")
-    run_ranks(ranks, run, yaml, 2, (*words, f"training.save={save}"), timeout_s=200)
+    run_ranks(ranks, run, yaml, 2, (*words, f"training.save={save}"))
     return save
 
 
 def check_pair(saved: str, loads: str, yaml: str) -> None:
     ranks, words = PLANS[loads]
     save = saved_by(saved, yaml)
-    for found in run_ranks(ranks, run, yaml, 1, (*words, f"training.load={save}"), timeout_s=200):
+    for found in run_ranks(ranks, run, yaml, 1, (*words, f"training.load={save}")):
         assert differing(found["tree"], tensors(save, 2)) == []
         assert found["copies differ"] == []
 
@@ -121,10 +121,10 @@ def test_more_plans_load_it_to_the_bit(saved: str, loads: str, yaml: str) -> Non
 def test_resumed_equals_uninterrupted(plan: str, yaml: str, tmp_path: Path) -> None:
     ranks, words = PLANS[plan]
     save = saved_by(plan, yaml)
-    run_ranks(ranks, run, yaml, 4, (*words, f"training.save={tmp_path}"), timeout_s=200)
+    run_ranks(ranks, run, yaml, 4, (*words, f"training.save={tmp_path}"))
     assert differing(tensors(tmp_path, 2), tensors(save, 2)) == []
     resumed = tmp_path / "resumed"
-    run_ranks(ranks, run, yaml, 2, (*words, f"training.load={save}", f"training.save={resumed}"), timeout_s=200)
+    run_ranks(ranks, run, yaml, 2, (*words, f"training.load={save}", f"training.save={resumed}"))
     assert differing(tensors(resumed, 4), tensors(tmp_path, 4)) == []
 
 
@@ -140,8 +140,6 @@ def test_weights_from_scratch_are_those_of_one_process(yaml: str) -> None:
     trees = []
     for plan in ("one process", TWO_CHUNKS, "pp2 × fsdp2"):
         ranks, words = PLANS[plan]
-        trees.append(
-            run_ranks(ranks, run, yaml, 1, (*words, "model.train_from_scratch=true"), timeout_s=200)[0]["tree"]
-        )
+        trees.append(run_ranks(ranks, run, yaml, 1, (*words, "model.train_from_scratch=true"))[0]["tree"])
     for tree in trees[1:]:
         assert differing(tree, trees[0]) == []

@@ -97,14 +97,14 @@ def saved_yaml(root: str, family: str) -> str:
     """The run's YAML, beside checkpoints of all plans."""
     yaml = yaml_of(root, family)
     for ranks in sorted({plan.ranks for plan in PLANS_HERE.values()}):
-        run_ranks(ranks, save_cases, yaml, family, plans_of(family, ranks), timeout_s=300)
+        run_ranks(ranks, save_cases, yaml, family, plans_of(family, ranks))
     return yaml
 
 
 @cache
 def loaded_by(root: str, family: str, plan: str) -> list[dict[str, dict[str, Any]]]:
     yaml = saved_yaml(root, family)
-    return run_ranks(PLANS_HERE[plan].ranks, load_cases, yaml, family, plan, timeout_s=300)
+    return run_ranks(PLANS_HERE[plan].ranks, load_cases, yaml, family, plan)
 
 
 @cache

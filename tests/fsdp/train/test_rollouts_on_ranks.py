@@ -100,7 +100,7 @@ def drawn_and_learnt(folder: Path, *words: str) -> tuple[list[Any], dict[str, An
 def test_a_plan_draws_and_learns_as_one_process(name: str, tmp_path: Path, alone: Any) -> None:
     ranks, data_ranks, words = PLANS[name]
     answers, expected = alone
-    found = run_ranks(ranks, trained, *run_of(tmp_path, "ranks", data_ranks, words), timeout_s=220)
+    found = run_ranks(ranks, trained, *run_of(tmp_path, "ranks", data_ranks, words))
     assert drawn(tmp_path / "ranks") == answers
     for of_rank in found:
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
@@ -142,10 +142,10 @@ def test_a_run_that_was_killed_draws_and_learns_the_same(
     own = ["posttrain.grpo.num_iterations=2"] if has_iterations else []
     before, after = ranks
     with pytest.raises(RanksFailed):
-        run_ranks(before, killed, *run_of(tmp_path, "run", before, own), where, call, timeout_s=120)
+        run_ranks(before, killed, *run_of(tmp_path, "run", before, own), where, call)
     assert (drawn(tmp_path / "run") == answers) is has_iterations
     path, words = run_of(tmp_path, "run", after, own)
-    found = run_ranks(after, trained, path, words, timeout_s=120)[0]
+    found = run_ranks(after, trained, path, words)[0]
     assert drawn(tmp_path / "run") == answers
     assert len(found["losses"]) < STEPS  # it went on, and did not begin anew
     atol = 0 if ranks == (1, 1) else 3e-5
@@ -162,7 +162,7 @@ def stopped(path: str, words: list[str]) -> None:
 def test_a_rollout_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path, alone: Any) -> None:
     answers, expected = alone
     path, words = run_of(tmp_path, "run", 2, [])
-    run_ranks(2, stopped, path, words, timeout_s=120)
+    run_ranks(2, stopped, path, words)
     path, words = run_of(tmp_path, "run", 1, [])
     found = trained(path, words)
     assert drawn(tmp_path / "run") == answers

@@ -113,7 +113,7 @@ def _both(yaml: Path) -> list[dict[str, Any]]:
     runs = yaml.parent / "runs"
     alone(str(yaml), str(runs / "one, then two"), "--steps", 3)
     alone(str(yaml), str(runs / "one, then two in fp64"), *FP64, "--steps", 3)
-    return run_ranks(2, cases, str(yaml), timeout_s=120)
+    return run_ranks(2, cases, str(yaml))
 
 
 @pytest.fixture(scope="module")

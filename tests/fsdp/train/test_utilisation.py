@@ -83,7 +83,7 @@ def test_a_step_costs_the_same_packed(yaml: str) -> None:
 @pytest.mark.slow
 def test_a_step_costs_the_same_under_every_plan(yaml: str) -> None:
     alone = flops_of(yaml)
-    for found in run_ranks(2, all_plans, yaml, timeout_s=300)[1].values():
+    for found in run_ranks(2, all_plans, yaml)[1].values():
         expect_the_same(found, alone)
 
 

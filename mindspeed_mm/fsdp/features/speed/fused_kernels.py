@@ -99,7 +99,7 @@ def _norm_forwards(operators: FusedOperators) -> Callable[[nn.Module], Forward]:
     def forward_of(module: nn.Module) -> Forward:
         variant = norm_variant(module)
         assert variant is not None
-        return MethodType(function_of(variant, _eps(module)), module)
+        return MethodType(function_of(variant, norm_eps(module)), module)
 
     return forward_of
 
@@ -121,7 +121,7 @@ def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Calla
     for module in model.modules():
         if "forward" in vars(module):  # replaced on the module already
             continue
-        kind = type(module), _eps(module)
+        kind = type(module), norm_eps(module)
         if kind not in known:
             known[kind] = fits(module)
         if known[kind]:
@@ -132,23 +132,38 @@ def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Calla
 
 
 def _turn_by(model: nn.Module, operators: FusedOperators) -> int:
-    def turn(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return operators.rotary(q, k, cos, sin)
-
+    functions: dict[Forward, Forward] = {}  # one for all layers that call the same: they share compiled graphs
     rebound = 0
     for module in model.modules():
         if type(module).forward is not nn.Module.forward and _turns_plainly(module):
-            rebind_globals(module, {ROTARY: turn})
+            by_library = global_of(module, ROTARY)
+            if by_library not in functions:
+                functions[by_library] = rotary_function(by_library, operators)
+            rebind_globals(module, {ROTARY: functions[by_library]})
             rebound += 1
     return rebound
+
+
+def rotary_function(by_library: Forward, operators: FusedOperators) -> Forward:
+    """What turns whole heads that stand in front of their tokens by the kernel, and all else as before: layers may say
+    where heads stand, and may hand over angles for a part of each head."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        heads_dim = options.get("unsqueeze_dim", 1)
+        if not rest and options.keys() <= {"unsqueeze_dim"} and cos.shape[-1] == q.shape[-1]:
+            if heads_dim == 1 and cos.dim() == 3:
+                return operators.rotary(q, k, cos, sin)
+            if heads_dim == 0 and cos.dim() == 2:  # angles of one row, which all pictures share
+                return operators.rotary(q, k, cos[None], sin[None])
+        return by_library(q, k, cos, sin, *rest, **options)
+
+    return turn
 
 
 # --- what a module computes -------------------------------------------------------------------------------------------
 
 
-def _eps(module: nn.Module) -> float:
+def norm_eps(module: nn.Module) -> float:
     """What is added to the mean square; below zero for a module that has no such number."""
     eps = attribute_at(module, "variance_epsilon", attribute_at(module, "eps"))
     if isinstance(eps, int | float):
@@ -164,7 +179,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
     """Offset of the weight and whether it rounds before it, of an RMS norm; None of anything else."""
     own = dict(module.named_parameters(recurse=False))
-    if own.keys() != {"weight"} or own["weight"].dim() != 1 or _eps(module) < 0 or list(module.children()):
+    if own.keys() != {"weight"} or own["weight"].dim() != 1 or norm_eps(module) < 0 or list(module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
     # In bf16 the variants differ: in fp32 one could not tell which rounds before it multiplies.
@@ -175,7 +190,7 @@ def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
     except (TypeError, RuntimeError, ValueError):  # it takes something else than one tensor
         return None
     for variant in ((0.0, True), (1.0, False), (0.0, False)):
-        if isinstance(output, torch.Tensor) and torch.equal(output, plain_norm(x, weight, _eps(module), *variant)):
+        if isinstance(output, torch.Tensor) and torch.equal(output, plain_norm(x, weight, norm_eps(module), *variant)):
             return variant
     return None
 

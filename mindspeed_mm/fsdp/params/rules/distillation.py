@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.params.argument import (
     TrainingArguments,
 )
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 
 _KEY = "posttrain.dmd"
 _BLOCK_KEYS = ("same_step_across_blocks", "context_noise")
@@ -48,6 +49,7 @@ def has_held_out(data: DataArguments) -> bool:
 def distillation_problems(arguments: Arguments) -> Iterator[Problem]:
     """What `posttrain.method: dmd` cannot do as the configuration stands."""
     yield from _of_levels(arguments.posttrain)
+    yield from _of_the_critic(arguments.posttrain, arguments.training)
     yield from _of_training(arguments.model, arguments.data, arguments.training)
     yield from _of_the_plan(arguments.parallel, arguments.features, arguments.posttrain)
     if arguments.posttrain.reference.sync_steps:
@@ -81,6 +83,19 @@ def _of_levels(posttrain: PosttrainArguments) -> Iterator[Problem]:
                     key=f"{_KEY}.{name}",
                     way_out="Leave it out, or set num_frame_per_block.",
                 )
+
+
+def _of_the_critic(posttrain: PosttrainArguments, training: TrainingArguments) -> Iterator[Problem]:
+    """Betas stand in the place of the student's, which not every optimizer reads."""
+    of_student = {"beta1_critic": "adam_beta1", "beta2_critic": "adam_beta2"}
+    for name, own in of_student.items():
+        readers = [each for each, facts in OPTIMIZERS.items() if own in facts.reads]
+        if posttrain.dmd[name] is not None and training.optimizer not in readers:
+            yield Problem(
+                f"{posttrain.dmd[name]:g} has no effect with training.optimizer: {training.optimizer}",
+                key=f"{_KEY}.{name}",
+                way_out=f"Leave it out, or use {' or '.join(readers)}.",
+            )
 
 
 def _of_training(model: ModelArguments, data: DataArguments, training: TrainingArguments) -> Iterator[Problem]:

@@ -12,7 +12,10 @@ from typing import Protocol
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.artifacts import RunFolder, atomic_write_text
 from mindspeed_mm.core.json_file import JsonObject, parse_json
+from mindspeed_mm.core.model_kinds import UNIFIED
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
+from mindspeed_mm.fsdp.loss.drawn_pictures import draws_pictures
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.evaluate_args import EvaluateArguments
 from mindspeed_mm.fsdp.train.hooks.checkpoint import CheckpointHook
 from mindspeed_mm.fsdp.train.run.parts import RunParts
@@ -89,7 +92,12 @@ def best_hook(
     is_validated = parts.arguments.training.val_interval > 0 and parts.data.validation is not None
     if manager is None or checkpoints is None or not (asked.best_metric or is_validated):
         return None
-    return BestHook(asked, manager, checkpoints, [each for each in measuring if each is not None], parts.record)
+    model = parts.assembled.model
+    by_default = "val_loss"
+    if facts_of(model).kind is UNIFIED or draws_pictures(model):
+        by_default = "val_total"  # words and pictures are trained together
+    hooks = [each for each in measuring if each is not None]
+    return BestHook(asked, asked.best_metric or by_default, manager, checkpoints, hooks, parts.record)
 
 
 class BestHook(Hook):
@@ -101,6 +109,7 @@ class BestHook(Hook):
 
     Args:
         asked: The `training.evaluate` section.
+        metric: What checkpoints are compared by.
         manager: Keeps the best checkpoint when old ones are deleted.
         checkpoints: Saves.
         measuring: The hooks that measure.
@@ -110,6 +119,7 @@ class BestHook(Hook):
     def __init__(
         self,
         asked: EvaluateArguments,
+        metric: str,
         manager: CheckpointManager,
         checkpoints: CheckpointHook,
         measuring: Sequence[Measuring],
@@ -119,7 +129,7 @@ class BestHook(Hook):
         self._patience = asked.patience
         self._ranks = Ranks(manager.training.save_timeout_s)
         self._path = RunFolder(manager.save_folder).best
-        self._known = BestSoFar(asked.best_metric or "val_loss", asked.min_delta, [])
+        self._known = BestSoFar(metric, asked.min_delta, [])
         self._saves = asked.best_metric is not None
 
     def on_train_begin(self, engine: TrainEngine) -> None:

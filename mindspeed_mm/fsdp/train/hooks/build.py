@@ -13,6 +13,7 @@ from typing_extensions import override
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import CompiledBlocks, GraphCount
 from mindspeed_mm.fsdp.features.speed.low_precision import find_scales, scales_after_update
+from mindspeed_mm.fsdp.loss.drawn_pictures import PICTURE_TERM
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.calibration import calibration
 from mindspeed_mm.fsdp.models.lora.first_values import FROM_DATA
@@ -120,7 +121,8 @@ def validation_hook(parts: RunParts) -> ValidationHook | None:
 
 class ValidationHook(Hook):
     """Mean loss on held-out samples every `interval` steps: `val_loss` is the objective's own (of a language model the
-    cross-entropy), each term beside it has a name of its own (`val_z_loss`, `val_router_aux`).
+    cross-entropy), each term beside it has a name of its own (`val_z_loss`, `val_router_aux`). Terms have their weights
+    in them; of a model that answers and draws, their sum, which training minimises, is `val_total`.
 
     Args:
         batches: Makes a pass over the validation set, the same each time.
@@ -150,6 +152,8 @@ class ValidationHook(Hook):
     def measure(self, engine: TrainEngine) -> None:
         """Make a pass, and tell."""
         losses, step = engine.validate(self._batches()), engine.iteration
+        if PICTURE_TERM in losses:
+            losses["total"] = sum(losses.values())
         terms = {f"val_{name}": value for name, value in losses.items()}
         self._record.metrics({"step": step, **terms})
         engine.note_validation(terms)

@@ -107,6 +107,37 @@ def test_on_meta_and_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert differing(outcome(plain), eager)
 
 
+@pytest.mark.parametrize(("heads_dim", "width"), [(1, 8), (0, 8), (2, 8), (1, 4)])
+def test_a_layer_says_where_heads_stand_and_what_of_them_turns(
+    heads_dim: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes whole heads in front of tokens; every other call is the library's, as Mistral's tower and
+    GLM's decoder make it."""
+    from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as of_parts
+    from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb as of_wholes
+
+    calls = []
+
+    def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        calls.append(cos.shape)
+        return plain_rotary(q, cos, sin), plain_rotary(k, cos, sin)
+
+    operators = FusedOperators("test", plain_norm, rotary, plain_gate)
+    by_library = of_wholes if width == 8 else of_parts
+    turn = fused_kernels.rotary_function(by_library, operators)
+    shape = (1, 5, 3, 8) if heads_dim == 2 else (1, 3, 5, 8)
+    q, k = torch.randn(shape), torch.randn(shape)
+    half = torch.randn(1, 5, width // 2)
+    angles = torch.cat([half, half], dim=-1)
+    if heads_dim == 0:
+        angles = angles[0]
+    options = {} if heads_dim == 1 else {"unsqueeze_dim": heads_dim}
+    found = turn(q, k, angles.cos(), angles.sin(), **options)
+    for one, other in zip(found, by_library(q, k, angles.cos(), angles.sin(), **options), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(calls) == (width == 8 and heads_dim < 2)
+
+
 class Halved(nn.Module):
     """A norm of another kind."""
 

@@ -88,7 +88,7 @@ def cases(ranks: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_formula(ranks: int) -> None:
-    measured = run_ranks(ranks, train_all, ranks, cases(ranks), timeout_s=240)
+    measured = run_ranks(ranks, train_all, ranks, cases(ranks))
     for form, plan in cases(ranks):
         for found in measured:
             assert deviation(by_formula(form, ranks), found[f"{form}, {plan}"]) < 1e-14, (form, plan)

@@ -286,7 +286,7 @@ def row_changes(
         problems = [Problem("the rows are the same, but in a different order", then[0].place)]
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
-        problems = [*problems[:_SHOWN], Problem(f"… and {more} more rows differ")]
+        problems = [*problems[:_SHOWN], Problem(f"… and {more} more rows differ", count=more)]
     return problems
 
 
