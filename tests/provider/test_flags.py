@@ -245,10 +245,13 @@ def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
         assert value(plain(), flag.key) != value(arguments, flag.key)
 
 
-@pytest.mark.parametrize(("ranks", "reshards"), [(2, True), (4, False), (None, False)])
-def test_one_rank_keeps_no_gathered_weights(ranks: int | None, reshards: bool) -> None:
-    """Two ranks of tensor parallelism are one data rank, which gathers nothing."""
-    words = words_of(more=f"{TP} 2 --use-distributed-optimizer".split())
+@pytest.mark.parametrize(
+    ("ranks", "beside", "reshards"),
+    [(2, "", True), (4, "", False), (None, "", False), (4, f"{CP2} ulysses_cp_algo", False)],
+)
+def test_one_rank_keeps_no_gathered_weights(ranks: int | None, beside: str, reshards: bool) -> None:
+    """Two ranks of tensor parallelism are one data rank, which gathers nothing; ranks of a sequence gather."""
+    words = words_of(more=f"{TP} 2 --use-distributed-optimizer {beside}".split())
     assert run(words, ranks).arguments.parallel.fsdp_plan.reshard_after_forward is reshards
 
 

@@ -68,9 +68,8 @@ class ParallelPlan:
 
     def called_alike(self, blocks: Iterable[str]) -> list[str]:
         """Those of the model's repeated blocks that all ranks of the axis `tp` call with the same tensors: not where
-        each has its own tokens, or a tower media of its own."""
-        if self.tensor is None:
-            return []
+        each has its own tokens, or a tower media of its own. Only of a plan with that axis."""
+        assert self.tensor is not None
         apart = self.towers.towers if self.towers is not None else ()
         found = []
         for block in blocks:
