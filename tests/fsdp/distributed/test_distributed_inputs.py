@@ -395,6 +395,7 @@ SLOW_RUNS: dict[int, dict[str, tuple[str, list[str]]]] = {
         "vlm, two stages": ("vlm", ["parallel.pipeline_parallel_size=2"]),
         "vlm, ulysses": ("vlm", ["parallel.ulysses_parallel_size=2"]),
         "vlm, fsdp": ("vlm", ["training.micro_batch_size=2"]),
+        "vlm, idle towers, frozen": ("vlm", ["training.micro_batch_size=1", "model.freeze=['model.language_model']"]),
     },
 }  # fmt: skip
 
