@@ -170,8 +170,10 @@ def sharding(reading: Reading) -> None:
     elif chosen:
         _put_layerzero_config(reading)
     elif reading.value("use_distributed_optimizer"):
-        place = reading.place("use_distributed_optimizer")
-        reading.draft.put("parallel.fsdp_plan.reshard_after_forward", False, place)
+        # One rank gathers nothing: what stays gathered would be a copy of its weights in another type.
+        if reading.given.world_size is None or reading.data_ranks * reading.context > 1:
+            place = reading.place("use_distributed_optimizer")
+            reading.draft.put("parallel.fsdp_plan.reshard_after_forward", False, place)
     elif not reading.has("warmup_ratio"):  # scripts of one model, which have it, shard everything
         # Every rank keeps all weights. A sharding group holds the ranks of a sequence, and those of the experts.
         size = math.lcm(reading.context, reading.size("expert_parallel_size"))

@@ -46,6 +46,20 @@ FEATURES = (
         base="text",
     ),
     Refusal(
+        "inputs divided among one rank",
+        (*RECOMPUTE, "features.recompute_plan.distribute_saved_activations=true"),
+        "no other rank has the same inputs",
+        "features.recompute_plan.distribute_saved_activations",
+    ),
+    Refusal(
+        "inputs of experts divided",
+        (*RECOMPUTE, f"{TENSOR}=2", "features.recompute_plan.distribute_saved_activations=true"),
+        "none is a whole block without experts",
+        "features.recompute_plan.distribute_saved_activations",
+        ranks=2,
+        base="moe",
+    ),
+    Refusal(
         "slices of a packed row",
         (*SLICES, f"{BASIC}.packing=true"),
         "packing makes one row of a micro-batch",

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.fsdp.features.memory.recompute import RecomputedForward
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, forwards_of
 
 CUTS = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "rowwise": 1}
@@ -51,6 +52,14 @@ def _check_features(plan: Any, root: nn.Module, prefix: str) -> None:
         if ForwardKind.COMPILE in kinds:  # what reads the device inside a compiled block stays out of its graph
             done = {name for name in done if not is_inside(name, done, strict=True)}
         assert done == wanted, f"{kinds[0]}: {done ^ wanted} are only in one of model and plan"
+    divided = {name for name, module in modules.items() if _divides_inputs(module)}
+    assert divided == {name for name in plan.distributed if name in modules}
+
+
+def _divides_inputs(module: nn.Module) -> bool:
+    """Whether a module is recomputed of inputs that tensor ranks divide among them."""
+    forwards = [module.forward, *(each.own for each in forwards_of(module))]
+    return any(isinstance(each, RecomputedForward) and each._inputs is not None for each in forwards)
 
 
 def _is_here(module: nn.Module) -> bool:

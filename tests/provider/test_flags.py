@@ -220,8 +220,11 @@ def names(kind: str) -> Any:
     return pytest.mark.parametrize("flag", OF_KIND[kind], ids=lambda flag: flag.name)
 
 
-MUONS = {f"training.{name}" for name in ("matched_adamw_rms", "muon_momentum", "ns_steps")}
-"""Keys that no other optimizer reads."""
+BESIDE = {
+    **{f"training.{name}": "--optimizer muon" for name in ("matched_adamw_rms", "muon_momentum", "ns_steps")},
+    "features.recompute_plan.distribute_saved_activations": f"{TP} 2 --recompute-granularity full",
+}
+"""Keys that act beside others alone → the flags of those."""
 
 
 def test_each_flag_does_one_thing() -> None:
@@ -235,13 +238,21 @@ def test_each_flag_does_one_thing() -> None:
 @pytest.mark.edge("R18")
 @names("key")
 def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
-    given, beside = example(flag), []
-    if flag.key in MUONS:
-        beside = ["--optimizer", "muon"]
+    given, beside = example(flag), BESIDE.get(flag.key, "").split()
     arguments = run(words_of(without=flag.key, more=[*beside, flag.spellings[0], *given])).arguments
     assert value(arguments, flag.key) == (type(value(arguments, flag.key))(given[0]) if given else True)
     if flag.key not in BASE:
         assert value(plain(), flag.key) != value(arguments, flag.key)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "beside", "reshards"),
+    [(2, "", True), (4, "", False), (None, "", False), (4, f"{CP2} ulysses_cp_algo", False)],
+)
+def test_one_rank_keeps_no_gathered_weights(ranks: int | None, beside: str, reshards: bool) -> None:
+    """Two ranks of tensor parallelism are one data rank, which gathers nothing; ranks of a sequence gather."""
+    words = words_of(more=f"{TP} 2 --use-distributed-optimizer {beside}".split())
+    assert run(words, ranks).arguments.parallel.fsdp_plan.reshard_after_forward is reshards
 
 
 def test_flags_of_another_optimizer_have_no_effect() -> None:

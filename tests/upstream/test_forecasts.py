@@ -71,8 +71,8 @@ SCRIPTS = {
 """Script of flags → what it trains."""
 TOO_LARGE = {
     "mimov2_5/mimov2_5_config": "its script says that only a model of fewer layers was tried on one host",
-    "stepvideo/t2v/pretrain_t2v.sh": "tensor parallelism alone, whose ranks keep 12 bytes of each of 4 billion "
-    "parameters in weights and moments, and the inputs of 48 blocks of whole sequences",
+    "stepvideo/t2v/pretrain_t2v.sh": "tensor parallelism alone, whose ranks keep 16 bytes of each of 4 billion "
+    "parameters in weights, moments and gradients, 59 GiB, beside what one block of whole sequences computes",
 }
 """What takes more than a device has, and why."""
 WRITTEN = ("bagel", "opensoraplan", "stepvideo", "cosyvoice3", "qwen3tts", "moss_tts_delay", "ltx2")

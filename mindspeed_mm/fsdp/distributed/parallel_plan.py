@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.context.plan import ContextPlan, resolve_context_plan
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, is_spread, resolve_expert_plan
 from mindspeed_mm.fsdp.distributed.pipeline.apply import resolve_stages
@@ -65,6 +65,18 @@ class ParallelPlan:
     """Whether the output head returns the whole vocabulary on every tensor-parallel rank."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what the plan costs."""
+
+    def called_alike(self, blocks: Iterable[str]) -> list[str]:
+        """Those of the model's repeated blocks that all ranks of the axis `tp` call with the same tensors: not where
+        each has its own tokens, or a tower media of its own. Only of a plan with that axis."""
+        assert self.tensor is not None
+        apart = self.towers.towers if self.towers is not None else ()
+        found = []
+        for block in blocks:
+            has_own_tokens = any(is_inside(name, (block,)) for name in self.tensor.sequence)
+            if not has_own_tokens and not is_inside(block, apart):
+                found.append(block)
+        return found
 
     def describe(self) -> str:
         """One line for the log: how the model is split."""

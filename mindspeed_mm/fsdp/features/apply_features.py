@@ -14,7 +14,12 @@ from torch import nn
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activations
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
-from mindspeed_mm.fsdp.features.memory.recompute import apply_kept_results, recompute_modules
+from mindspeed_mm.fsdp.features.memory.recompute import (
+    AlikeRanks,
+    DistributedInputs,
+    apply_kept_results,
+    recompute_modules,
+)
 from mindspeed_mm.fsdp.features.memory.weight_offload import offload_weights
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.models.structure.stages import own_names, whole_of
@@ -35,6 +40,7 @@ class FeaturesApplier:
         model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
         towers: Names of the towers in front of a language model, whose blocks have no rows.
         plan: What was resolved for the model; without one, the applier resolves it at its first step.
+        tensor_ranks: Ranks of tensor parallelism, for a plan that divides inputs of recomputed modules among them.
     """
 
     def __init__(
@@ -45,11 +51,13 @@ class FeaturesApplier:
         model_args: ModelArguments | None = None,
         towers: Collection[str] = (),
         plan: FeaturePlan | None = None,
+        tensor_ranks: AlikeRanks | None = None,
     ) -> None:
         self._features = features
         self._blocks = tuple(blocks)
         self._model_args = model_args or ModelArguments()
         self._towers = tuple(towers)
+        self._tensor_ranks = tensor_ranks
         self.plan = plan
         """What is done to the model; None before it is resolved."""
 
@@ -78,9 +86,7 @@ class FeaturesApplier:
         if plan.waiting:
             offload_weights(model, own_names(model, plan.waiting))
         if plan.recomputed:
-            contexts = apply_kept_results(model, features.recompute_plan, self._model_args)
-            names, use_reentrant = own_names(model, plan.recomputed), features.recompute_plan.use_reentrant
-            recompute_modules(model, names, use_reentrant=use_reentrant, contexts=contexts)
+            self._recompute(model, plan)
         if compiled and plan.keeps_operations:
             # What is kept is asked of single operations, which a graph hides.
             kind = ForwardKind.COMPILE_RECOMPUTED
@@ -92,3 +98,13 @@ class FeaturesApplier:
 
     def post_fully_shard_apply(self, model: nn.Module) -> None:
         """Steps after sharding; no feature of this version has one."""
+
+    def _recompute(self, model: nn.Module, plan: FeaturePlan) -> None:
+        settings, names = self._features.recompute_plan, own_names(model, plan.recomputed)
+        contexts = apply_kept_results(model, settings, self._model_args)
+        whole = [name for name in names if name not in plan.distributed]
+        recompute_modules(model, whole, use_reentrant=settings.use_reentrant, contexts=contexts)
+        if plan.distributed:
+            assert self._tensor_ranks is not None
+            own, inputs = own_names(model, plan.distributed), DistributedInputs(self._tensor_ranks)
+            recompute_modules(model, own, contexts=contexts, inputs=inputs)

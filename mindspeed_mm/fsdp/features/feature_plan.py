@@ -5,7 +5,7 @@ patterns name, or the model's own blocks. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -25,6 +25,8 @@ from mindspeed_mm.fsdp.features.speed.choice import (
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_backend, modules_to_compile
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.rules.plan import DISTRIBUTED, why_inputs_stay_whole
 from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 RECOMPUTE_MODULES = "features.recompute_plan.apply_modules"
@@ -55,6 +57,16 @@ class FeaturePlan:
     """Whether recomputation keeps results of single operations: it is then compiled together with what it computes."""
     kept_kinds: tuple[str, ...] = ()
     """Kinds of work whose results recomputation keeps: "attention", "linear attention", or "all" products."""
+    distributed: tuple[str, ...] = ()
+    """Of the recomputed ones, those whose inputs are divided among the ranks of tensor parallelism."""
+    kept_whole: str = ""
+    """Why each of these ranks keeps the inputs of all of them, where it does."""
+
+    def describe_inputs(self, ranks: int) -> str:
+        """One line for the log: what ranks of tensor parallelism keep of what recomputed modules are given."""
+        if self.distributed:
+            return f"of {len(self.distributed)} recomputed blocks divided among {ranks} tensor ranks"
+        return f"of recomputed modules kept whole by {ranks} tensor ranks: {self.kept_whole}"
 
     def by_key(self) -> dict[str, tuple[str, ...]]:
         """Key of a feature's patterns → names of the modules that it works on."""
@@ -171,6 +183,46 @@ def _check_apart(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
                     key=OFFLOAD_MODULES,
                     way_out=f"Name '{outer}': its input is then kept on the host.",
                 )
+
+
+# --- inputs that tensor ranks hold alike ------------------------------------------------------------------------------
+
+
+def distribute_inputs(
+    plan: FeaturePlan, features: FeatureArguments, parallel: ParallelArguments, model: nn.Module, alike: Collection[str]
+) -> FeaturePlan:
+    """The plan, with the blocks whose inputs are divided among the ranks of tensor parallelism.
+
+    Blocks with experts are left out: where rounding differs from rank to rank, routers may choose otherwise by what was
+    gathered than in the first pass.
+
+    Args:
+        plan: Of the whole model.
+        features: The `features` section.
+        parallel: The `parallel` section.
+        model: The whole model.
+        alike: Names of the blocks that all these ranks call with the same tensors.
+
+    Raises:
+        ConfigError: It is asked for, and no block allows it.
+    """
+    found = [name for name in plan.recomputed if name in alike and not _has_experts(model.get_submodule(name))]
+    asked, (why, _) = features.recompute_plan.distribute_saved_activations, why_inputs_stay_whole(parallel, features)
+    if why or asked is False:
+        return replace(plan, kept_whole=why or f"{DISTRIBUTED} is false")
+    if plan.compiled:
+        why = "blocks are compiled, which no test of ours runs with inputs that were gathered"
+    elif not found:
+        why = "none is a whole block without experts that all of them call with the same tensors"
+    else:
+        return replace(plan, distributed=tuple(found))
+    if asked is True:
+        raise ConfigError(f"true, but {why}", key=DISTRIBUTED, way_out="Leave it out.")
+    return replace(plan, kept_whole=why)
+
+
+def _has_experts(block: nn.Module) -> bool:
+    return any("experts" in name.split(".") for name in module_names(block))
 
 
 # --- the modules of a feature -----------------------------------------------------------------------------------------

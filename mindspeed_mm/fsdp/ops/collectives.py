@@ -33,6 +33,12 @@ class AxisRanks:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
 
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """(n,) of each rank → (ranks · n,) of all, in their order; without a gradient."""
+        joined = own.new_empty(self.size * own.numel())
+        all_gather_single(joined, own, group=self.group)
+        return joined
+
     def __deepcopy__(self, memo: object) -> Self:
         return self  # process groups cannot be copied, and a copied model has the same ranks
 

@@ -30,6 +30,11 @@ class RecomputePlan(Section):
     mode: Literal["full", "selective"] = "full"
     """How much is recomputed. `full`: whole modules. `selective`: the results of matrix products and attention kernels
     are kept, and the operations between them are recomputed."""
+    distribute_saved_activations: FlagOrAuto = "auto"
+    """Under tensor parallelism each rank keeps its part of the inputs of recomputed blocks, of which all ranks would
+    otherwise keep the whole, and gathers the rest in the backward pass. `auto`: where blocks are recomputed in full and
+    not compiled, except blocks under sequence parallelism, which have their own part anyway, and blocks with experts.
+    `true`: the same, or refused where no block allows it."""
 
 
 class LossConfig(Section):

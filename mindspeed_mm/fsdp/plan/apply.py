@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.loading.meta_device import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
+from mindspeed_mm.fsdp.ops.collectives import AxisRanks
 from mindspeed_mm.fsdp.params.argument import FeatureArguments, ModelArguments, ParallelArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -73,7 +74,10 @@ def apply_plan(
         towers = IdleTowers(model, plan.idle)
 
     axes = ParallelApplier(parallel.section, plan=parallel, pipeline=pipeline)
-    features = FeaturesApplier(feature_args, model_args=model_args, plan=plan.features)
+    ranks = None
+    if plan.features.distributed:
+        ranks = AxisRanks(state.axis_mesh("tp"))
+    features = FeaturesApplier(feature_args, model_args=model_args, plan=plan.features, tensor_ranks=ranks)
     axes.pre_fully_shard_apply(model)
     if head is not None:
         head.vocabulary = split_vocabulary(model)

@@ -71,5 +71,7 @@ class ModelPlan:
             lines["spread"] = parallel.context.describe()
         if parallel.towers is not None:
             lines["media"] = parallel.towers.describe()
+        if self.features.recomputed and parallel.tensor is not None:
+            lines["inputs"] = self.features.describe_inputs(parallel.sizes.tp)
         lines["groups"] = self.groups.describe()
         return {word: line for word, line in lines.items() if line}

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPla
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
-from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
+from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, distribute_inputs, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.method_checks import (
@@ -112,6 +112,9 @@ def resolve_plan(
     head = errors.attempt(_resolve_loss, outline, arguments)
     if parallel is not None and features is not None:
         errors.attempt(_check_stages, parallel, features)
+        if features.recomputed and parallel.tensor is not None:
+            alike = parallel.called_alike(spec.blocks)
+            features = errors.attempt(distribute_inputs, features, arguments.features, arguments.parallel, model, alike)
         if trains:
             errors.attempt(_check_state_rows, model, arguments.training, parallel)
     errors.raise_all(HEADLINE)

@@ -22,11 +22,12 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.tensor.collectives import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
-from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
+from mindspeed_mm.fsdp.features.memory.recompute import DistributedInputs, recompute_modules
 from mindspeed_mm.fsdp.loss.head_loss import LabelledRowsHead, labelled_rows
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.ops.collectives import AxisRanks
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -65,6 +66,8 @@ class Case:
     images: tuple[int, ...] = IMAGES
     gather_logits: bool = False
     recompute: bool = False
+    distributed: bool = False
+    """Inputs of what is recomputed divided among tensor ranks."""
     lora: bool = False
     scratch: bool = False
     """Weights from the seed instead of the folder."""
@@ -98,7 +101,8 @@ def build(case: Case, folder: str, after: Callable[[nn.Module], None] = lambda m
     applier = ParallelApplier(arguments, gather_logits=case.gather_logits, **layout)  # type: ignore[arg-type]
     applier.pre_fully_shard_apply(model)
     if case.recompute:
-        recompute_modules(model, spec.blocks)
+        inputs = DistributedInputs(AxisRanks(state.axis_mesh("tp"))) if case.distributed else None
+        recompute_modules(model, spec.blocks, inputs=inputs)
     applier.fully_shard_apply(model)
     ModelHub.load_weights(model, model_args, seed=5, device=torch.device("cpu"))
     if case.lora:

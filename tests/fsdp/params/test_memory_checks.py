@@ -14,6 +14,8 @@ from tests.fsdp.params.test_checks import arguments
 RECOMPUTE = {"features.recompute": True}
 SLICES = {"features.enable_chunk_mbs": True, "training.micro_batch_size": 4}
 REENTRANT = "features.recompute_plan.use_reentrant"
+DIVIDED = "features.recompute_plan.distribute_saved_activations"
+TWO_RANKS = {"parallel.tensor_parallel_size": 2}
 
 
 def problems_of(run: Arguments) -> list[Problem]:
@@ -54,6 +56,14 @@ def problems_of(run: Arguments) -> list[Problem]:
             "different numbers of rows",
         ),
         ({**SLICES, "features.skip_moe_pad_tokens": True}, "features.enable_chunk_mbs", "skip_moe_pad_tokens"),
+        ({DIVIDED: True, **TWO_RANKS}, DIVIDED, "nothing is computed again"),
+        ({DIVIDED: True, **RECOMPUTE}, DIVIDED, "no other rank has the same inputs"),
+        (
+            {DIVIDED: True, **RECOMPUTE, **TWO_RANKS, "features.recompute_plan.mode": "selective"},
+            DIVIDED,
+            "mode is selective",
+        ),
+        ({DIVIDED: True, **RECOMPUTE, **TWO_RANKS, REENTRANT: True}, DIVIDED, "use_reentrant lets autograd keep"),
     ],
     ids=str,
 )
@@ -71,6 +81,8 @@ def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, messag
         {REENTRANT: True, "features.recompute_plan.mode": "selective", "model.skip_flash_attn_recompute": True},
         {**SLICES, "features.enable_activation_offload": True, **RECOMPUTE},
         {**SLICES, "features.chunkmbs_plan.chunk_mbs": 4},
+        {DIVIDED: True, **RECOMPUTE, **TWO_RANKS},
+        {DIVIDED: "auto", **RECOMPUTE, REENTRANT: True},
         {**SLICES, "features.chunkmbs_plan.chunk_mbs": 8, "data.dataloader_param.dataloader_mode": "variable"},
     ],
     ids=str,

@@ -8,16 +8,21 @@ With the keys `model.skip_*_recompute`, under full recomputation, results of att
 delta-attention kernels are kept, and all else is computed again. An attention kernel is one operation of torch, whose
 result is kept by its name. A delta net is many operations, or a kernel that torch does not see: the layer keeps what it
 returned, and the activations that it saved.
+
+A module keeps its inputs. Those that all ranks of tensor parallelism hold alike may be divided among them: each keeps a
+part, and all of it is gathered for the second pass (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -41,6 +46,9 @@ CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "
 """Arguments of layers → what they are without a cache. A second forward pass would write into it a second time, and a
 few rows behind others; training needs none."""
 
+SMALLEST_BYTES = 1 << 20
+"""Smallest input that is worth a collective in the backward pass."""
+
 
 def without_caches(kwargs: Kwargs) -> Kwargs:
     """Arguments of a layer as they are without a cache."""
@@ -48,7 +56,12 @@ def without_caches(kwargs: Kwargs) -> Kwargs:
 
 
 def recompute_modules(
-    model: nn.Module, names: Iterable[str], *, use_reentrant: bool = False, contexts: Contexts | None = None
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    use_reentrant: bool = False,
+    contexts: Contexts | None = None,
+    inputs: DistributedInputs | None = None,
 ) -> None:
     """Recompute these modules in the backward pass; call it before sharding.
 
@@ -58,10 +71,11 @@ def recompute_modules(
         use_reentrant: Run a backward pass inside the backward pass, autograd's older way. Gradients of what several
             modules take in, such as an embedding of the timestep, are then summed in another order.
         contexts: What is kept of the first pass (`kept_results`); nothing when None. Not with `use_reentrant`.
+        inputs: Divides inputs that other ranks hold as well; one for all modules of a model. Not with `use_reentrant`.
     """
     for name in names:
         module = model.get_submodule(name)
-        replace_forward(module, ForwardKind.RECOMPUTE, RecomputedForward(module, use_reentrant, contexts))
+        replace_forward(module, ForwardKind.RECOMPUTE, RecomputedForward(module, use_reentrant, contexts, inputs))
 
 
 class RecomputedForward:
@@ -72,13 +86,21 @@ class RecomputedForward:
         module: Its own forward is called once more in the backward pass. Not in passes without gradients.
         use_reentrant: See `recompute_modules`.
         contexts: See `recompute_modules`.
+        inputs: See `recompute_modules`.
     """
 
-    def __init__(self, module: nn.Module, use_reentrant: bool, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        use_reentrant: bool,
+        contexts: Contexts | None = None,
+        inputs: DistributedInputs | None = None,
+    ) -> None:
         self._forward: Forward = module.forward  # bound: a deep copy of the module takes its own along
         self._module = module
         self._use_reentrant = use_reentrant
         self._contexts = contexts or noop_context_fn
+        self._inputs = inputs
         self._real_tokens: list[RealTokens] = []
         for experts in fused_experts(module).values():
             tokens = own_experts_of(experts).real_tokens
@@ -101,7 +123,10 @@ class RecomputedForward:
             args, kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
 
-        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
+        function: Forward = run
+        if self._inputs is not None:
+            function, leaves = self._inputs.divided(run, leaves)
+        return checkpoint(function, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
 
     def _of_this_call(self) -> Forward:
         """The module's forward with the padding that this call has: by the backward pass the model may have been called
@@ -137,6 +162,113 @@ class RecomputedForward:
         else:
             outputs = run(None, *leaves)
         return tree_unflatten(list(outputs), of_outputs)
+
+
+# --- inputs that other ranks hold as well -----------------------------------------------------------------------------
+
+
+class AlikeRanks(Protocol):
+    """Ranks that hold the same tensors: `AxisRanks`, or what stands for them in a forecast."""
+
+    size: int
+    rank: int
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """(n,) of each rank → (ranks · n,) of all, in their order."""
+        ...
+
+
+_Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
+
+
+class DistributedInputs:
+    """Divides the inputs of recomputed modules among ranks that are called with the same ones; shared by all modules of
+    a model.
+
+    A part is a copy: the input itself is freed as soon as nobody else needs it. What several modules are given, such as
+    text to attend to, stays whole from the second one on, as parts of it would be kept beside it.
+
+    Args:
+        ranks: Each calls every module equally often, in one order, and so gathers in one order.
+    """
+
+    def __init__(self, ranks: AlikeRanks) -> None:
+        self._ranks = ranks
+        self._known: set[tuple[StorageWeakRef, int, int]] = set()
+        """Storage, offset and number of elements of what a module was given before, as long as it lives."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedInputs:
+        return memo.setdefault(id(self), DistributedInputs(self._ranks))
+
+    def divided(self, function: Forward, leaves: Sequence[object]) -> tuple[Forward, list[object]]:
+        """A function and its arguments with this rank's parts among them. The first call, which is the first pass,
+        computes with what is there; each further one gathers.
+
+        Args:
+            function: Takes `leaves` by position.
+            leaves: Of one call of a module.
+        """
+        kept = list(leaves)
+        layouts: dict[int, _Layout] = {}
+        places = set()
+        for position, leaf in enumerate(leaves):
+            if not _comes_from_the_model(leaf):
+                continue
+            place = (StorageWeakRef(leaf.untyped_storage()), leaf.storage_offset(), leaf.numel())
+            places.add(place)
+            if _is_dense(leaf) and leaf.nbytes >= SMALLEST_BYTES and place not in self._known:
+                kept[position] = self._own_part(leaf)
+                layouts[position] = (leaf.shape, leaf.stride())
+        self._known = {place for place in self._known | places if not place[0].expired()}
+        first = [leaves]
+
+        def run(*kept: object) -> Any:
+            if first:
+                return function(*first.pop())
+            return function(*self._gathered(kept, layouts))
+
+        return run, kept
+
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """(ceil(numel / ranks),), this rank's; the last ones filled up with zeros."""
+        flat = whole.detach().as_strided((whole.numel(),), (1,))
+        length = -(-flat.numel() // self._ranks.size)
+        own = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
+        part = own.new_zeros(length)
+        part[: own.numel()] = own
+        return part
+
+    def _gathered(self, kept: Sequence[object], layouts: Mapping[int, _Layout]) -> list[object]:
+        """What the first pass was given: parts at these positions joined, laid out in memory as they were."""
+        given = list(kept)
+        for position, layout in layouts.items():
+            part: Any = kept[position]
+            whole = self._ranks.gather(part).as_strided(*layout)
+            given[position] = whole.requires_grad_()  # autograd must save the same as in the first pass
+        return given
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one behind the other in memory, whatever the order of its dimensions."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != length:
+            return False
+        length *= size
+    return True
+
+
+def _comes_from_the_model(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a plain tensor that was computed from parameters: ranks compute the same. What was received from
+    another pipeline stage is held by the schedule anyway."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.grad_fn is not None
+        and leaf.is_floating_point()
+        and leaf.layout is torch.strided
+        and not is_traceable_wrapper_subclass(leaf)
+    )
 
 
 # --- kernels that are not computed again ------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ def _low_precision(parallel: ParallelArguments, training: TrainingArguments) -> 
 # --- recomputation and slices -----------------------------------------------------------------------------------------
 
 REENTRANT = "features.recompute_plan.use_reentrant"
+DISTRIBUTED = "features.recompute_plan.distribute_saved_activations"
 SLICES = "features.enable_chunk_mbs"
 WEIGHTS = "features.enable_weight_offload"
 _SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
@@ -177,6 +178,8 @@ def memory_problems(
     """What breaks a configuration that trades time for memory; nothing where it does not."""
     if features.recompute:
         yield from _results_can_be_kept(model, features)
+    if features.recompute_plan.distribute_saved_activations is True:
+        yield from _inputs_can_be_divided(parallel, features)
     if features.enable_chunk_mbs:
         yield from _rows_can_be_sliced(data, parallel, features)
     if features.enable_weight_offload:
@@ -225,6 +228,26 @@ def _results_can_be_kept(model: ModelArguments, features: FeatureArguments) -> I
             key=delta_nets[0],
             way_out="Set one of them to false.",
         )
+
+
+def _inputs_can_be_divided(parallel: ParallelArguments, features: FeatureArguments) -> Iterator[Problem]:
+    what, way_out = why_inputs_stay_whole(parallel, features)
+    if what:
+        yield Problem(f"true, but {what}", key=DISTRIBUTED, way_out=way_out)
+
+
+def why_inputs_stay_whole(parallel: ParallelArguments, features: FeatureArguments) -> tuple[str, str]:
+    """Why tensor ranks do not divide the inputs of recomputed modules among them, whatever the model, and the way out;
+    empty where they may."""
+    if not features.recompute:
+        return "features.recompute is false: nothing is computed again", "Set that to true."
+    if parallel.tensor_parallel_size == 1:
+        return "parallel.tensor_parallel_size is 1: no other rank has the same inputs", "Leave this out."
+    if features.recompute_plan.mode == "selective":
+        return "features.recompute_plan.mode is selective, and products outweigh the inputs", "Set it to full."
+    if features.recompute_plan.use_reentrant:
+        return f"{REENTRANT} lets autograd keep inputs as they are", "Set it to false."
+    return "", ""
 
 
 def _rows_can_be_sliced(

@@ -112,7 +112,10 @@ def _forecast(
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
     # Graphs hold about what single operations hold, and compiling takes longer than anything; offloading is simulated.
     applied = replace(plan.features, compiled=(), offloaded=(), waiting=())
-    FeaturesApplier(arguments.features, model_args=arguments.model, plan=applied).pre_fully_shard_apply(model)
+    ranks = SimulatedRanks(plan.parallel.sizes.tp)
+    FeaturesApplier(
+        arguments.features, model_args=arguments.model, plan=applied, tensor_ranks=ranks
+    ).pre_fully_shard_apply(model)
     model.train()
     family = family_of(model, arguments, torch.device("meta"))
     objective = family.build_simulated_objective(outline, head, plan)
@@ -151,6 +154,23 @@ def _forecast(
         on_host=on_host,
         approximations=(*prediction.approximations, *notes),
     )
+
+
+class SimulatedRanks:
+    """Ranks that hold the same tensors, seen from the first one: what is gathered takes memory, and is sent by nobody.
+
+    Args:
+        size: How many.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """(n,) → (ranks · n,)."""
+        return own.new_empty(self.size * own.numel())
 
 
 def features_of(batch: Batch, adapter: Any) -> Batch:
