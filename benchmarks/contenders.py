@@ -46,11 +46,9 @@ class Contenders:
     measure: Measure
     preload: bool = False
 
-    def floor(self, *options: str) -> Contender:
-        """The bare loop, with further options of it."""
-        words = [self.workload.model, self.workload.batches, self.steps, *options]
-        if self.preload:
-            words.append("--preload")
+    def floor(self) -> Contender:
+        """The bare loop."""
+        words = [self.workload.model, self.workload.batches, self.steps, *(["--preload"] if self.preload else [])]
         return self._contender("benchmarks.bare_loop", words, lambda finished: finished.last_json())
 
     def trainer(self) -> Contender:
