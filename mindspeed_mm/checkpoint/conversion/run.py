@@ -55,7 +55,7 @@ class Conversion:
     """Source keys that are written whole several times (a norm on every rank, a tied embedding) → how often; None: as
     often as it takes."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Source keys that are not written, each with the reason; sources may lack them."""
+    """Source keys that are not written, each with the reason."""
     dropped: Sequence[LazyTensor] = ()
     """Parts of the sources that are not written, by a rule: rows that fill a vocabulary up, say."""
     incomparable: str = ""
@@ -210,14 +210,8 @@ def convert(
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
     write_s = written - began
-    found, size_bytes = left_out(conversion), conversion.size_bytes
-    return Converted(target, tensors, size_bytes, write_s, verify_s, backup, logits, found, not_finite)
-
-
-def left_out(conversion: Conversion) -> dict[str, str]:
-    """Key of a source that is there and is not written → why."""
-    stored = {key for ledger in conversion.ledgers for key in ledger.tensors}
-    return {key: why for key, why in conversion.left_out.items() if key in stored}
+    left_out, size_bytes = conversion.left_out, conversion.size_bytes
+    return Converted(target, tensors, size_bytes, write_s, verify_s, backup, logits, left_out, not_finite)
 
 
 def check_complete(conversion: Conversion) -> None:
@@ -292,7 +286,7 @@ def _write(
         file.write(_place(draft, name), note)
     if progress is not None:
         progress.end()
-    write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=left_out(conversion))
+    write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=conversion.left_out)
     return records, not_finite
 
 

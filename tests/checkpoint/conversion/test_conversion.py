@@ -49,17 +49,6 @@ def halves(stored: dict[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[s
     return first, {"up": Sliced(up, 0, 2, 2), "norm": stored["norm"]}
 
 
-def test_only_what_is_stored_is_told_to_be_left_out(source: Path, tmp_path: Path) -> None:
-    with open_weights(source) as stored:
-        ledger = SourceLedger(stored, source)
-        files = {"a.safetensors": SafetensorsFile({key: ledger.tensors[key] for key in TENSORS if key != "steps"})}
-        left_out = {"steps": "is computed", "angles": "is computed"}
-        done = convert(Conversion([source], [ledger], files, {"kind": "some"}, left_out=left_out), tmp_path / "target")
-    assert done.left_out == {"steps": "is computed"}
-    assert done.lines()[1:] == ["not written: steps (is computed)"]
-    assert json.loads((tmp_path / "target" / MANIFEST).read_text())["left_out"] == {"steps": "is computed"}
-
-
 def test_two_files_hold_each_tensor_once_and_the_manifest_knows_their_sums(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     with open_weights(source) as stored:
