@@ -108,11 +108,12 @@ def test_retries_and_skip_act_on_every_failure(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr("mindspeed_mm.core.outbound.time.sleep", waits.append)
+    patient = {"timeout_s": 20.0}  # a busy machine may read a request late
     with hostile(behaviour) as server:
-        assert math.isnan(ask(server.url, retries=2, on_failure="skip")[0])
+        assert math.isnan(ask(server.url, retries=2, on_failure="skip", **patient)[0])
         assert len(server.asked) == 3 and [wait for wait in waits if wait >= 0.5] == [0.5, 1.0]
         with pytest.raises(OutboundError, match=r"\(2 attempts\)"):
-            ask(server.url, retries=1)
+            ask(server.url, retries=1, **patient)
 
 
 @pytest.mark.edge("BS14")
