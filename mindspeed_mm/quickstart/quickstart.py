@@ -37,6 +37,7 @@ GOAL = 0.95
 """Share of the held-out digits that are named correctly, at least."""
 COMPARED_ROWS = 24
 MAX_NEW_TOKENS = 16
+_STANDARD_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ def run_command(command: Sequence[str], *, finds_neighbours: bool = False, err: 
         finds_neighbours: It is a script that imports what lies beside it.
         err: What it prints goes to standard error.
     """
-    output = sys.stderr if err else None
+    # By its number: what stands in place of `sys.stderr`, as in a notebook, need not be a file.
+    output = _STANDARD_ERROR if err else None
     environment = None if finds_neighbours else safe_environment()
     with subprocess.Popen(command, stdout=output, env=environment) as process, _signals_left_to(process):
         code = process.wait()

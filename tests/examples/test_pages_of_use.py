@@ -20,11 +20,13 @@ import pytest
 
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
+from tests.helpers import tiny_bagel, tiny_internvlu
 from tests.helpers.family_templates import QWEN2_5_OMNI
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.served import served
 from tests.helpers.stub_harnesses import install_stubs
 from tests.helpers.tiny_clip import make_tiny_clip
+from tests.helpers.tiny_distillation import make_tiny_distillation
 from tests.helpers.tiny_generators import make_tiny_wan
 from tests.helpers.tiny_janus import make_tiny_janus
 from tests.helpers.tiny_media import write_video
@@ -93,6 +95,19 @@ def test_the_first_question_of_the_page(tmp_path: Path, monkeypatch: pytest.Monk
     check(commands_of("inference.md")[0])
 
 
+DRAWING = ("models/BAGEL-7B-MoT", "models/InternVL-U-one")
+"""Folders whose published sizes of pictures are too much for tiny models."""
+
+
+def make_places_of_drawing(place: Path) -> None:
+    """Folders that read and draw, and rows for both."""
+    (place / DRAWING[0]).mkdir(parents=True)
+    tiny_bagel.make_tiny_bagel(place / DRAWING[0])
+    made = tiny_internvlu.run_of(place / "made_internvlu")
+    (place / DRAWING[1]).symlink_to(made.parent / "model")
+    write_lines(place / "rows.jsonl", *lines(tiny_bagel.write_rows(place))[:2])  # one is drawn, one is read
+
+
 @pytest.mark.slow
 def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_place_of_inference(tmp_path, make_tiny_omni)
@@ -108,6 +123,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_speaker(tmp_path / "models" / "Qwen3-TTS-12Hz-1.7B-CustomVoice", **named)
     write_speaker(tmp_path / "models" / "Qwen3-TTS-12Hz-1.7B-Base", talker_config={"spk_id": None})
     (tmp_path / "voice.wav").write_bytes(VOICE)
+    make_places_of_drawing(tmp_path)
     for name in ("terse", "kind"):
         make_adapters(tmp_path / "runs" / "mine", tmp_path / "exported" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -117,10 +133,14 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with served(AnswerEngine(load_generator(tmp_path / "runs" / "mine"))) as address:
         for words in followed:
             monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n/exit\n"))  # of mm chat
-            (tmp_path / "answers.jsonl").unlink(missing_ok=True)  # or nothing would be left to answer
+            if "answers.jsonl" in words:
+                (tmp_path / "answers.jsonl").unlink(missing_ok=True)  # or nothing would be left to answer
+            if words[1] in DRAWING:
+                words += ["--size", "8x16", "--steps", "2", *(["--max-new-tokens", "3"] if "--data" in words else [])]
             check([word.replace(SERVER, address) for word in words])
     assert (tmp_path / "heard.wav").stat().st_size > 44  # more than its header
-    assert (tmp_path / "dog.png").is_file()
+    assert (tmp_path / "dog.png").is_file() and (tmp_path / "blue.png").is_file()
+    assert sum("picture" in line for line in lines(tmp_path / "answers.jsonl")) == 1  # of the last folder's rows
     assert len(lines(tmp_path / "large.jsonl")) == len(lines(tmp_path / "named.jsonl")) == 3
 
 
@@ -182,6 +202,11 @@ def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_tiny_clip(tmp_path / "models" / "clip-vit-large-patch14")
     make_sets(tmp_path)
     make_spoken(tmp_path)
+    write_speaker(tmp_path / "models" / "Qwen3-TTS-12Hz-1.7B-Base", talker_config={"spk_id": None})
+    (tmp_path / "voice.wav").write_bytes(VOICE)
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (spoken,) = re.findall(r'^{"id": "1", "text": .*}$', text, flags=re.MULTILINE)
+    (tmp_path / "texts.jsonl").write_text(spoken + "\n")
     make_pictures(tmp_path / "samples", 4, 1)
     make_pictures(tmp_path / "real", 6, 2)
     for name, count in (("samples", 4), ("real", 6)):
@@ -225,6 +250,11 @@ def make_place_of_generation(place: Path) -> list[list[str]]:
     return [[SMALL.get(word, word) for word in words] for words in commands_of("generation.md")]
 
 
+def of_trajectories(words: list[str]) -> bool:
+    """Whether a command belongs to the fit of a student to its teacher's trajectories."""
+    return "$ODE" in words or any("runs/init" in word for word in words)
+
+
 def test_the_data_commands_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed = make_place_of_generation(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -239,6 +269,7 @@ def test_the_data_commands_of_generation(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_command_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed = make_place_of_generation(tmp_path)
     monkeypatch.chdir(tmp_path)
+    followed = [words for words in followed if not of_trajectories(words)]
     assert [words[0] for words in followed] == [
         "check", "data", "data", "data", "extract", "train", "infer", "export", "infer", "infer", "infer",
     ]  # fmt: skip
@@ -254,3 +285,19 @@ def test_every_command_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = {name: len(list((tmp_path / name).glob("*.mp4"))) for name in ("cat", "samples", "adapted", "long")}
     assert made == {"cat": 1, "samples": 8, "adapted": 2, "long": 2}
     assert (tmp_path / "exported" / "wan" / "model_index.json").is_file()
+
+
+@pytest.mark.slow
+def test_every_command_of_a_fit_to_trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    (ode,) = re.findall(r'^ODE="(.*)"$', text, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    teacher = {"model_name_or_path": str(tmp_path / "model")}
+    make_tiny_distillation(tmp_path, "t2v", posttrain={"reference": teacher}, training={"save": "runs/few"})
+    followed = [words for words in commands_of("generation.md") if of_trajectories(words)]
+    assert [words[0] for words in followed] == ["posttrain", "train", "export", "train"]
+    for words in followed:
+        whole = [each for word in words for each in (ode.split() if word == "$ODE" else [word])]
+        check(["training.train_iters=2" if word == "training.train_iters=3000" else word for word in whole])
+    assert (tmp_path / "runs" / "init_folder" / "model_index.json").is_file()
+    assert len(lines(tmp_path / "runs" / "few" / "metrics.jsonl")) == 2
