@@ -25,6 +25,7 @@ from mindspeed_mm.cli.mm_convert import CONVERTERS
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from tests.helpers.documented_steps import blocks, command_lines, fits, follow
 from tests.helpers.own_package import counted_as_the_package
+from tests.helpers.tiny_clip import make_tiny_clip
 from tests.helpers.tiny_generator_run import make_pictures
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -68,6 +69,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (stock / "data" / "test.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
     shutil.copy(stock / "data" / "images" / "0_0.png", stock / "a.png")
     make_tiny_flux(stock / "models" / "FLUX.1-dev")
+    make_tiny_clip(stock / "models" / "clip-vit-large-patch14")
     make_pictures(stock / "pictures", count=4)
     (stock / "run.yaml").write_text(RUN)
     (stock / "flux.yaml").write_text(FLUX)

@@ -25,8 +25,9 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     Transposed,
     Zeros,
     consecutive,
+    stored_keys,
 )
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, first_names
 
 Column = list[LazyTensor]
 """The tensors of one pattern: one, or as many as a collected placeholder has values."""
@@ -339,26 +340,35 @@ class _Same(Op):
 
 @dataclass(frozen=True)
 class Duplicate(Op):
-    """One column into two that hold the same. On the way back the two must be equal."""
+    """One column into `copies` that hold the same. On the way back they must be equal."""
+
+    copies: int = 2
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         (column,) = columns
-        return [column, column]
+        return [column] * self.copies
 
     def _inverse(self) -> Op:
-        return Agree()
+        return Agree(self.copies)
 
 
 @dataclass(frozen=True)
 class Agree(Op):
-    """Two columns that hold the same into one; unequal values are refused when they are read."""
+    """`copies` columns that hold the same into one; unequal values are refused when they are read."""
+
+    copies: int = 2
 
     def _apply(self, columns: list[Column]) -> list[Column]:
-        names = ["one copy", "another copy"]
-        return [[Agreeing(copies, names) for copies in zip(*columns, strict=True)]]
+        if len(columns) != self.copies:
+            raise ValueError(f"{len(columns)} copies of one tensor, and {self.copies} are expected")
+        agreed: Column = []
+        for parts in zip(*columns, strict=True):
+            names = [first_names(list(stored_keys(part))) for part in parts]
+            agreed.append(Agreeing(parts, names))
+        return [agreed]
 
     def _inverse(self) -> Op:
-        return Duplicate()
+        return Duplicate(self.copies)
 
 
 @dataclass(frozen=True)

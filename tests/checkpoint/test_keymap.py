@@ -7,10 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.key_ops import Concat, Interleave, Op, Reorder, Reshape, Split, Stack, Transpose, Unstack
+from mindspeed_mm.checkpoint.key_ops import (
+    Concat,
+    Duplicate,
+    Interleave,
+    Op,
+    Reorder,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, ModelFolderError
 
 MAP = KeyMap(
     [
@@ -165,6 +176,38 @@ def test_neighbours_of_a_head_become_halves_as_the_guide_has_it() -> None:
     published = rows.view(heads, 3, 2, 2).transpose(1, 2).reshape(-1, 2)  # as transformers' script converts it
     key_map = KeyMap([KeyRule("{at*}.q_proj.weight", "{at*}.wq.weight", (Reorder(0, tuple(order)),))])
     assert torch.equal(convert(key_map.inverse, {"l.0.wq.weight": rows})["l.0.q_proj.weight"], published)
+
+
+def of_ranks(key: str, ranks: int) -> tuple[str, ...]:
+    return tuple(f"rank{rank}.{key}" for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pieces_and_copies_of_ranks_are_joined_and_come_back(ranks: int) -> None:
+    rules = [
+        KeyRule("{at*}.up", of_ranks("{at*}.up", ranks), (Split(0, parts=ranks),)),
+        KeyRule("{at*}.norm", of_ranks("{at*}.norm", ranks), (Duplicate(ranks),)),
+    ]
+    cuts = KeyMap(rules)
+    state = {"l.0.up": torch.arange(24.0).reshape(8, 3), "l.0.norm": torch.arange(3.0)}
+    pieces = convert(cuts, state)
+    for rank, piece in enumerate(state["l.0.up"].chunk(ranks)):
+        assert torch.equal(pieces[f"rank{rank}.l.0.up"], piece)
+        assert torch.equal(pieces[f"rank{rank}.l.0.norm"], state["l.0.norm"])
+    back = convert(cuts.inverse, pieces)
+    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
+    last = f"rank{ranks - 1}.l.0.norm"
+    with pytest.raises(CheckpointError, match=rf"^{last}  differs from rank0\.l\.0\.norm; they should be copies"):
+        convert(cuts.inverse, pieces | {last: pieces[last] + 1})
+    with pytest.raises(ModelFolderError, match=f"there is nothing for 'rank{ranks - 1}."):
+        convert(cuts.inverse, {key: tensor for key, tensor in pieces.items() if key != last})
+
+
+@pytest.mark.parametrize("copies", [2, 4])
+def test_another_number_of_copies_than_the_rule_has_is_refused(copies: int) -> None:
+    rule = KeyRule("norm", of_ranks("norm", 3), (Duplicate(copies),))
+    with pytest.raises(ModelFolderError, match=rf"3 copies of one tensor, and {copies} are expected"):
+        convert(KeyMap([rule.inverse]), {key: torch.ones(2) for key in of_ranks("norm", 3)})
 
 
 def test_ledger_finds_each_kind_of_mistake() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.stats import binomtest
 
 from mindspeed_mm.cli.evaluate import command
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
@@ -51,6 +51,13 @@ def test_a_score_in_words() -> None:
 )  # fmt: skip
 def test_exact_match(given: str, expected: str, match: bool) -> None:
     assert Comparison().outcome(given, expected).correct is match
+
+
+def test_what_only_draws_is_refused_with_how_it_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    (tmp_path / "rows.jsonl").write_text('{"path": "a.png", "cap": "a"}\n')
+    with pytest.raises(ModelFolderError, match=r"it draws, and answers no questions.*mm evaluate samples --generated"):
+        evaluate.run(EvaluateRequest(str(tmp_path), data=tmp_path / "rows.jsonl"))
 
 
 @pytest.fixture(scope="module")

@@ -292,6 +292,10 @@ def test_what_cannot_be_measured_of_clips_is_said(clips: Path, tmp_path: Path) -
         ([tmp_path / "short", "--generated"], "fewer than three frames"),
         ([clips, "--generated", "--reference", tmp_path], "8 frames of 48×32 pixels, and"),
         (
+            [clips, "--generated", "--reference", tmp_path / "short"],
+            "--reference  none of its files has the name of a generated one",
+        ),
+        (
             [clips, "--generated", "--lpips", tmp_path / "x.pth"],
             "needs generated and real pictures of the same names, but there are none",
         ),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.tasks.evaluate.generated import evaluate
 from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance, psnr, ssim
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
@@ -114,6 +115,16 @@ def test_what_cannot_be_measured_is_said(clip: Path, tmp_path: Path) -> None:
         said = mm("evaluate", *words, "--out", tmp_path / "out")
         assert said.code in (2, 4), said
         assert message in said.err, said
+
+
+@pytest.mark.parametrize(("place", "key"), [("own", "MODEL"), ("real", "--reference")])
+def test_of_two_samples_of_one_name_none_is_passed_over(place: str, key: str, tmp_path: Path) -> None:
+    own, real = make_pictures(tmp_path / "own", 2, 1), make_pictures(tmp_path / "real", 2, 2)
+    Image.open(tmp_path / place / "0.png").save(tmp_path / place / "0.webp")
+    with pytest.raises(UsageError, match=r"holds 0\.png and 0\.webp") as caught:
+        evaluate.run(EvaluateRequest(str(own), reference=real, out=tmp_path / "out"))
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == (str(tmp_path / place), key)
 
 
 def test_given_features_are_compared_as_by_scipy_and_torchmetrics(tmp_path: Path) -> None:

@@ -424,6 +424,13 @@ NEWCOMERS = {
         "Convert a checkpoint to another layout",
     ),
     "resume from my own checkpoint": "Go on with a run",
+    **dict.fromkeys(
+        (
+            "FID of my samples", "evaluate generated pictures", "measure drawn clips", "vbench",
+            "CLIP score of generated videos", "how is the quality of synthetic images scored",
+        ),
+        "Measure drawn pictures and clips",
+    ),
 }  # fmt: skip
 """What newcomers ask → title of the answer."""
 INSTEAD = {

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,10 +65,13 @@ class SourceLedger:
     Args:
         sources: What is stored, by key.
         where: The source, for messages.
+        beside: What else the source holds and nobody writes, such as the states of an optimizer → why.
     """
 
-    def __init__(self, sources: Mapping[str, LazyTensor], where: Path) -> None:
-        self.where = where
+    def __init__(
+        self, sources: Mapping[str, LazyTensor], where: Path, beside: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.where, self.beside = where, beside
         self.tensors = {key: CountedTensor(key, tensor) for key, tensor in sources.items()}
         """The same tensors, counted: build the output from these."""
 

@@ -55,7 +55,7 @@ class Conversion:
     """Source keys that are written whole several times (a norm on every rank, a tied embedding) → how often; None: as
     often as it takes."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Source keys that are not written, each with the reason."""
+    """Source keys that are not written, each with the reason. What else a source holds is in its ledger's `beside`."""
     dropped: Sequence[LazyTensor] = ()
     """Parts of the sources that are not written, by a rule: rows that fill a vocabulary up, say."""
     incomparable: str = ""
@@ -86,6 +86,15 @@ class Conversion:
         """Of all that will be written, small texts left out."""
         copied = sum(map(_size_of, self.copies.values()))
         return copied + sum(file.size_bytes for file in self.files.values())
+
+    @property
+    def not_written(self) -> dict[str, str]:
+        """What the sources hold and the output does not → why; without keys of `left_out` that no source has."""
+        found: dict[str, str] = {}
+        for ledger in self.ledgers:
+            found |= {key: self.left_out[key] for key in ledger.tensors if key in self.left_out}
+            found |= ledger.beside
+        return found
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,8 @@ def convert(
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
     write_s = written - began
-    left_out, size_bytes = conversion.left_out, conversion.size_bytes
-    return Converted(target, tensors, size_bytes, write_s, verify_s, backup, logits, left_out, not_finite)
+    not_written, size_bytes = conversion.not_written, conversion.size_bytes
+    return Converted(target, tensors, size_bytes, write_s, verify_s, backup, logits, not_written, not_finite)
 
 
 def check_complete(conversion: Conversion) -> None:
@@ -286,7 +295,8 @@ def _write(
         file.write(_place(draft, name), note)
     if progress is not None:
         progress.end()
-    write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=conversion.left_out)
+    not_written = conversion.not_written
+    write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=not_written)
     return records, not_finite
 
 

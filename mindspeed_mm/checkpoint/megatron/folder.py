@@ -45,7 +45,7 @@ class DividedWeights:
     shards: Shards
     model: MegatronModel
     layout: MegatronLayout
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     """What else the files hold → why it is not part of the model."""
 
     @property
@@ -235,10 +235,10 @@ def read_divided(
         refuse_contradiction(wanted, layout, step)
     layout.check(model.depths, model.experts, where=str(step))
     shards = _shards(step, contents, layout)
-    return DividedWeights(step, shards, model, layout, _left_out(contents, shards, layout))
+    return DividedWeights(step, shards, model, layout, _beside(contents, shards, layout))
 
 
-def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout: MegatronLayout) -> dict[str, str]:
+def _beside(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout: MegatronLayout) -> dict[str, str]:
     found = {}
     for rank, content in contents.items():
         # `optimizer` and the like, beside `model` or `model0` …

@@ -46,7 +46,7 @@ class WholeWeights:
     model: MegatronModel
     canonical: bool
     """Projections are stored apart."""
-    left_out: Mapping[str, str]
+    beside: Mapping[str, str]
     """What else is there → why it is not part of the model."""
 
     def whole(self, stored: Mapping[str, LazyTensor] | None = None) -> dict[str, LazyTensor]:
@@ -159,20 +159,20 @@ def read_whole(step: Path, model: MegatronModel, *, canonical: bool) -> WholeWei
             way_out=f"Save it again from Megatron with --ckpt-format {_BACKEND}.",
         )
     reader = DcpReader(step)
-    left_out = _common(step / DIST_COMMON)
+    beside = _common(step / DIST_COMMON)
     stored: dict[str, LazyTensor] = {}
     for key in reader.entries:
         if found := _OPTIMIZERS.fullmatch(key):
-            left_out[found[1]] = _NO_PART
+            beside[found[1]] = _NO_PART
         elif key.endswith("._extra_state"):
-            left_out[key] = OF_KERNELS
+            beside[key] = OF_KERNELS
         else:
             stored[key] = reader.lazy(key)
     for key, entry in reader.storage.metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             name = key.partition("/")[0]  # behind it stands of which layer or rank
-            left_out[name] = OF_KERNELS if name.endswith("._extra_state") else _NO_PART
-    return WholeWeights(step, stored, model, canonical, left_out)
+            beside[name] = OF_KERNELS if name.endswith("._extra_state") else _NO_PART
+    return WholeWeights(step, stored, model, canonical, beside)
 
 
 def _common(path: Path) -> dict[str, str]:

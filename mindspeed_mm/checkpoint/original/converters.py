@@ -319,7 +319,7 @@ class FlatPieces:
     """By rank."""
     section: str
     prefix: str
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> dict[str, LazyTensor]:

@@ -111,7 +111,7 @@ def plan_conversion(
         UsageError: The division is none of this model's.
     """
     family = weights.family
-    ledgers = [SourceLedger(weights.stored, weights.path)]
+    ledgers = [SourceLedger(weights.stored, weights.path, weights.beside)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
     # Before a LoRA is merged: merging changes neither names nor shapes.
     config = fitting_config(hub, weights, wanted.hf_dir, wanted.task)

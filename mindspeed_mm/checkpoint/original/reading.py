@@ -51,8 +51,8 @@ class PiecesOfRanks(Protocol):
         ...
 
     @property
-    def left_out(self) -> Mapping[str, str]:
-        """Keys of the files that are no part of the model → why."""
+    def beside(self) -> Mapping[str, str]:
+        """What else the files hold → why it is not part of the model."""
         ...
 
     def whole(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -80,10 +80,15 @@ class GeneratorWeights:
     """The model folder that the run says it started from."""
 
     @property
+    def beside(self) -> dict[str, str]:
+        """What the files hold beside `stored` → why it is not part of the model."""
+        if self.divided is None:
+            return {}
+        return dict(self.divided.beside)
+
+    @property
     def left_out(self) -> dict[str, str]:
-        """Keys that are no part of the transformer → why."""
-        if self.divided is not None:
-            return dict(self.divided.left_out)
+        """Keys of `stored` that are no part of the transformer → why."""
         if self.naming is not Naming.ORIGINAL:
             return {}
         reasons = {}

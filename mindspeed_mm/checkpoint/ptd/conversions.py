@@ -191,7 +191,6 @@ def megatron_to_hf(
             files=files,
             layout={"kind": "hf"},
             times=times,
-            left_out=joined.left_out,
             dropped=joined.dropped,
             copies=asset_files(hf_dir),
             texts=texts,
@@ -231,7 +230,6 @@ def megatron_to_dcp(
             ledgers=[joined.ledger],
             files={RELEASE: DcpFolder(tensors)},
             layout={"kind": "dcp", "names": "transformers"},
-            left_out=joined.left_out,
             dropped=joined.dropped,
             texts={TRACKER: f"{RELEASE}\n"},
         )
@@ -247,7 +245,6 @@ class _Joined:
     tensors: Mapping[str, LazyTensor]
     own: Mapping[str, LazyTensor]
     """What the model's own folder holds."""
-    left_out: Mapping[str, str]
     dropped: Sequence[LazyTensor]
 
 
@@ -263,7 +260,7 @@ def _joined(
     if said is not None:
         wanted = layout_of(said, model.depths, canonical=canonical)
     found = read_weights(mm_dir, family, config, wanted, canonical=canonical)
-    ledger = SourceLedger(found.stored, found.step)
+    ledger = SourceLedger(found.stored, found.step, found.beside)
     whole = found.whole(ledger.tensors)
     check_whole(whole, expected_shapes(hf_dir, family, config, canonical=found.canonical), found.model, mm_dir, hf_dir)
     tensors = renamed_to_hub(whole, found.model)
@@ -274,7 +271,7 @@ def _joined(
             # The talker of an omni model, say: from the model's own folder, since the checkpoint has none.
             if key.startswith(model.not_carried):
                 tensors[key] = tensor
-        yield _Joined(model, ledger, tensors, own, found.left_out, dropped)
+        yield _Joined(model, ledger, tensors, own, dropped)
 
 
 def divide_anew(
@@ -308,7 +305,8 @@ def divide_anew(
     if said is not None:
         wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False))
     found = read_weights(source_dir, family, config, wanted)
-    ledger, model, canonical = SourceLedger(found.stored, found.step), found.model, found.canonical
+    ledger = SourceLedger(found.stored, found.step, found.beside)
+    model, canonical = found.model, found.canonical
     whole = found.whole(ledger.tensors)
     check_whole(whole, expected_shapes(home, family, config, canonical=canonical), model, source_dir, home)
     layout = layout_of(target, model.depths, canonical=canonical)
@@ -317,7 +315,6 @@ def divide_anew(
         ledgers=[ledger],
         **megatron_output(divided_files(whole, model, layout), layout),
         times=times_written(whole, model, layout),
-        left_out=found.left_out,
         dropped=found.padding(ledger.tensors),
         copies=asset_files(home),
     )
@@ -401,7 +398,7 @@ def adapters_to_hf(
         refuse_contradiction(wanted, kept, step)
     model = _adapter_model(family, layout, naming)
     found = DividedWeights(step, read_shards(step, layout), model, layout)
-    ledger = SourceLedger(found.stored, step)
+    ledger = SourceLedger(found.stored, step, found.beside)
     tensors = renamed_to_hub(found.whole(ledger.tensors), model)
     # In one file, however large: PEFT reads no shards.
     files, texts = safetensors_files(tensors, float("inf"), ADAPTER_FILE.partition(".")[0])

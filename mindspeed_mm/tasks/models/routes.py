@@ -17,9 +17,12 @@ _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice
 _WEIGHTS, _LAYOUT = r"(weights?|tensors?|checkpoints?|keys?|state.?dicts?)", r"(layouts?|formats?)"
 _FOREIGN = r"(unknown|foreign|custom|unlisted|unsupported)"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
+_MEASURED = r"(evaluat\w*|scor\w*|measur\w*|metrics?|quality)"
+_DRAWN = r"(generated|drawn|synthetic) (image|picture|photo|video|clip|film|movie|sample)s?"
 _PHRASES = {
     r"\b(to|into|as|export\w*|write|save\w*|make)\b.*\bgguf\b": "gguf-export",
     r"\bgguf\b(?!-export)": "convert convert",
+    rf"\b{_MEASURED}\b.*\b{_DRAWN}\b|\b{_DRAWN}\b.*\b{_MEASURED}\b|\b(fid|fvd|clip[ -]?scores?)\b": "drawn-score",
     r"\b(runs|trainings|experiments)\b.*\bside[ -]by[ -]side\b": "compare compare",
     r"\bside[ -]by[ -]side\b.*\b(runs|trainings|experiments)\b": "compare compare",
     r"\b(try\w*|several|different|many|two|three|four|five|\d+)\b.*\b(learning rates|batch sizes|settings)\b": "sweep",

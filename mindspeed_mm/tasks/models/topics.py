@@ -70,11 +70,13 @@ _SCORED = {
     "score it on rows that it has not seen": "mm evaluate runs/mine --data data/test.jsonl",
     "write a folder that transformers loads": "mm export runs/mine exported",
 }
+_MEASURE = "mm evaluate samples --generated --clip models/clip-vit-large-patch14"
 _GENERATOR = {
     "look at every row": "mm data check run.yaml",
     "encode media and captions once": "mm extract run.yaml",
     **_TRAIN,
     "make samples": 'mm infer runs/mine --prompt "a red fox in the snow" --out samples',
+    "measure them": _MEASURE,
     "write a folder that diffusers loads": "mm export runs/mine exported",
 }
 
@@ -382,6 +384,17 @@ ANY_MODEL: tuple[Topic, ...] = (
             "compare results": "mm evaluate runs/mine --benchmark docvqa_val --data sets/DocVQA --against base",
         },
         "docs/evaluation.md",
+    ),
+    Topic(
+        "Measure drawn pictures and clips",
+        ("drawn-score", "lpips", "psnr", "ssim", "vbench", "flicker"),
+        {
+            "draw samples": "mm infer runs/mine --prompts prompts.txt --out samples",
+            "measure them by a CLIP model": _MEASURE,
+            "compare them with real ones": "mm evaluate samples --generated --reference real",
+        },
+        "docs/evaluation.md",
+        weight=3,
     ),
     Topic(
         "Score a model",

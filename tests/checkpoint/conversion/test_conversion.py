@@ -74,6 +74,21 @@ def test_two_files_hold_each_tensor_once_and_the_manifest_knows_their_sums(sourc
     assert (target / "a.json").read_text() == "{}"
 
 
+def test_what_is_told_as_not_written_lies_in_the_source(source: Path, tmp_path: Path) -> None:
+    """A key of `left_out` that is stored, and what a ledger knows beside its tensors; a key that is nowhere is not."""
+    target = tmp_path / "target"
+    with open_weights(source) as stored:
+        ledger = SourceLedger(stored, source, {"optimizer": "is not part of the model"})
+        kept = {key: tensor for key, tensor in ledger.tensors.items() if key != "steps"}
+        files = {"model.safetensors": SafetensorsFile(kept)}
+        left_out = dict.fromkeys(("steps", "angles"), "is computed")
+        done = convert(Conversion([source], [ledger], files, {}, left_out=left_out), target)
+    told = {"steps": "is computed", "optimizer": "is not part of the model"}
+    assert done.left_out == told
+    assert done.lines()[1:] == [f"not written: {key} ({why})" for key, why in told.items()]
+    assert json.loads((target / MANIFEST).read_text())["left_out"] == told
+
+
 def test_tensors_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     """By whatever file they are written, in every type that has NaN or infinity; what is finite is not named."""
     bad = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, told_as
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.core.model_kinds import UNIFIED, kind_of_folder
+from mindspeed_mm.core.model_kinds import GENERATOR, UNIFIED, kind_of_folder
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_questions, with_media
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder, build_tokens
@@ -95,8 +95,16 @@ class RowsView:
 
 
 def check_answers_rows(folder: Path) -> None:
-    """Raise `ModelFolderError` for a model that is asked part by part, one prompt at a time."""
-    if kind_of_folder(folder) is UNIFIED:
+    """Raise `ModelFolderError` for a model that only draws, or is asked part by part, one prompt at a time."""
+    kind = kind_of_folder(folder)
+    if kind is GENERATOR:
+        raise ModelFolderError(
+            "it draws, and answers no questions",
+            where=str(folder),
+            way_out="Draw by mm infer MODEL --prompts FILE --out samples, and measure that by mm evaluate samples "
+            "--generated.",
+        )
+    if kind is UNIFIED:
         raise ModelFolderError(
             "it answers and draws, which is built for one prompt at a time",
             where=str(folder),
@@ -112,7 +120,7 @@ class QuestionEncoder:
         view: How rows were shown.
 
     Raises:
-        ModelFolderError: The model answers and draws, part by part.
+        ModelFolderError: As `check_answers_rows`.
     """
 
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:

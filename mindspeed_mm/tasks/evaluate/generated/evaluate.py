@@ -121,16 +121,16 @@ def _check_has_something_to_measure(request: EvaluateRequest, found: _Found) -> 
         raise UsageError(
             "needs generated and real pictures of the same names, but there are none", key="--lpips", way_out=way_out
         )
-    by_clip_model = request.clip is not None and (found.prompts or found.real)
-    if found.clips or found.pairs or by_clip_model or request.features or request.reference_features:
-        return
-    if request.reference is not None:
+    if request.reference is not None and not found.pairs and request.clip is None:
         raise UsageError(
             "none of its files has the name of a generated one",
             where=str(request.reference),
             key="--reference",
             way_out="Name the real files like the generated ones, or give --clip for distances of distributions.",
         )
+    by_clip_model = request.clip is not None and (found.prompts or found.real)
+    if found.clips or found.pairs or by_clip_model or request.features or request.reference_features:
+        return
     raise UsageError(
         "there is nothing to measure the pictures by",
         where=str(request.folder),

@@ -27,15 +27,21 @@ def find_samples(folder: Path, key: str) -> dict[str, Path]:
         key: The option that names it.
 
     Raises:
-        UsageError: It is no folder, or has none.
+        UsageError: It is no folder, or has none, or has two of one name.
     """
     endings = (*PICTURES, *CLIPS)
     found: dict[str, Path] = {}
     if folder.is_dir():
         for path in sorted(folder.rglob("*")):
-            if path.suffix.lower() in endings:
-                # without the ending: a PNG and the JPEG of the same name are a pair
-                found[str(path.relative_to(folder).with_suffix(""))] = path
+            if path.suffix.lower() not in endings:
+                continue
+            # without the ending: a PNG here and the JPEG of the same name there are a pair
+            name = str(path.relative_to(folder).with_suffix(""))
+            if name in found:
+                what = f"holds {found[name].name} and {path.name}, which differ in their endings alone"
+                way_out = "Rename one of them, or take it away: samples are told apart by their names."
+                raise UsageError(what, where=str(path.parent), key=key, way_out=way_out)
+            found[name] = path
     if not found:
         what = f"is not a folder with pictures or clips ({', '.join(endings)})"
         raise UsageError(what, where=str(folder), key=key, way_out="Name the folder that they are in.")
