@@ -1,5 +1,5 @@
 """Files that a data set from outside keeps open. Processes that are forked share the one position that such a file has:
-each reads where another has sought, which of an archive gives the bytes of other members, and mostly no error.
+each reads where another has sought. Of an archive that gives the bytes of other members, mostly without an error.
 """
 
 from __future__ import annotations
