@@ -37,6 +37,18 @@ def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> Non
     assert "This version takes only null." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("streaming", "takes only false unless dataset_type is huggingface or a plugin's."),
+        ("mix", "takes only null unless dataset_type is huggingface or generation or bagel or a plugin's."),
+    ],
+)
+def test_says_which_data_sets_take_more(key: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schema", f"data.dataset_param.basic_parameters.{key}"])
+    assert says in capsys.readouterr().out
+
+
 @pytest.mark.edge("U7")
 def test_two_ways_to_build_on_adapters_name_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     ways = ("pretrained_lora_path", "frozen_adapters")

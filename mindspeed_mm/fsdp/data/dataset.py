@@ -171,6 +171,15 @@ class MMDataset:
         """What encoding makes of row `index`, without decoding media; of a preference row, of both answers."""
         raise NotImplementedError
 
+    def joined_opening(self, index: int) -> str:
+        """The end of what opens the answer of row `index`, where training has it in a token with the answer's first
+        letters; empty where the tokens of the question alone are those of training, or nobody knows.
+
+        Raises:
+            DataError: The row is off, or its answer holds media.
+        """
+        return ""
+
     # --- media of generators ------------------------------------------------------------------------------------------
 
     def describe(self, index: int) -> SampleDescription:
@@ -238,6 +247,10 @@ class DatasetView(MMDataset):
     @override
     def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
         return self._whole.outline(self._number(index))
+
+    @override
+    def joined_opening(self, index: int) -> str:
+        return self._whole.joined_opening(self._number(index))
 
     @override
     def describe(self, index: int) -> SampleDescription:

@@ -16,7 +16,7 @@ from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.other_tools import keys_with_value, suggested_keys, suggested_sentences
-from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
+from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES, acting_datasets
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.key_renames import ALIASES, MEANINGLESS, SWITCHES
@@ -100,15 +100,23 @@ def _describe(key: str, info: FieldInfo) -> KeyReference:
     default = ""
     if not is_whole_section and not info.is_required():
         default = _as_written(info.get_default(call_default_factory=True))
-    values = BUILT_VALUES.get(key)
     return KeyReference(
         key=key,
         type=type_name(info),
         default=default,
         help=re.sub(r"\s+", " ", info.description or "").strip(),
         other_names=tuple(old for old, new in ALIASES if new == key),
-        this_version=f"only {' or '.join(map(_as_written, values))}" if values else "",
+        this_version=_this_version(key),
     )
+
+
+def _this_version(key: str) -> str:
+    if key not in BUILT_VALUES:
+        return ""
+    only = f"only {' or '.join(map(_as_written, BUILT_VALUES[key]))}"
+    if acting := acting_datasets(key):
+        only += " unless dataset_type is " + " or ".join((*acting, "a plugin's"))
+    return only
 
 
 def _as_written(value: object) -> str:

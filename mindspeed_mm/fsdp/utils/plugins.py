@@ -185,6 +185,18 @@ def plugin_hashes(plugins: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def files_beside(file: Path) -> list[Path]:
+    """The Python files of the imported plugin that a file is of: those of its folder, or of a plugin of one file that
+    file and the modules beside it that are imported; of any other file that one alone."""
+    if file in _OUTSIDE:
+        loaded = [vars(module).get("__file__") for module in sys.modules.values() if isinstance(module, ModuleType)]
+        return sorted(path for path in map(Path, filter(None, loaded)) if path.parent == file.parent)
+    for place in _OUTSIDE:
+        if file.is_relative_to(place):
+            return sorted(place.rglob("*.py"))
+    return [file]
+
+
 def hash_of_files(files: Iterable[Path]) -> str:
     """SHA-256 over names and contents of files."""
     digest = hashlib.sha256()

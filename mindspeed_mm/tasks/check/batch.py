@@ -119,10 +119,8 @@ def _sizes_apart(loader: MMDataLoader) -> Iterator[str]:
 
 def _joined_openings(loader: MMDataLoader) -> Iterator[str]:
     """A warning where the first sample is trained on other tokens than the model is asked with."""
-    from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset  # with its libraries
-
     dataset = loader.dataset
-    if not isinstance(dataset, Qwen2VLDataset):
+    if not dataset.has_rows:
         return
     first = loader.order.step(DataPosition(0, 0)).step[0].picks[0]
     try:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import check_lengths
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces
+from mindspeed_mm.fsdp.data.open_files import check_keeps_no_file_open
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -180,6 +181,8 @@ def open_data(
         encode_ahead=False,
         rows_whole=not pieces,
     )
+    if data.dataloader_param.num_workers:
+        check_keeps_no_file_open(train)
     if train.prompts_for == GENERATOR:
         raise UsageError(
             f"{len(train)} prompts are read, and no samples: training draws from prompts, all of one size",

@@ -116,6 +116,9 @@ def test_b_an_opening_that_the_tokenizer_joins_to_the_answer_is_told(folder: Pat
         (folder / "t.jinja").write_text(source.replace("@", blank))
         words = [f"{BASIC}.dataset=words.jsonl", f"{BASIC}.chat_template=t.jinja"]
         assert ("end with ' ', which the tokenizer joins" in mm(folder, "check", "run.yaml", *words)) is (blank == " ")
+        held_out = [*words, f"{BASIC}.val_rate=0.5", "training.micro_batch_size=1"]
+        told = list(warnings_of_samples(open_data(Path("run.yaml"), held_out).loader()))
+        assert any("which the tokenizer joins" in each for each in told) is (blank == " ")
 
 
 def test_b_lengths_are_known_from_headers() -> None:
@@ -414,3 +417,12 @@ def test_c_whatever_a_data_set_raises_is_a_bad_row_that_may_be_skipped(folder: P
         "the data set failed",
         "the data set failed: OSError: cut short",
     )
+
+
+def test_c_a_data_set_that_keeps_a_file_open_is_told_before_training(folder: Path) -> None:
+    keeping = DICE.replace("        pass\n", "        self.rows = open('rows.jsonl')\n")
+    (folder / "my_plugins" / "dice_dataset.py").write_text(keeping)
+    words = ["training.plugin=[my_plugins/dice_dataset.py]", "data.dataset_param.dataset_type=dice"]
+    open_data(Path("run.yaml"), words)  # no workers
+    with pytest.raises(ConfigError, match="Dice keeps a file open in rows"):
+        open_data(Path("run.yaml"), [*words, "data.dataloader_param.num_workers=1"])

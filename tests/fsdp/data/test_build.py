@@ -201,6 +201,14 @@ def test_what_a_loader_refuses(
         build_mm_dataloader(dataset, DataloaderParam(**keys), **SPLIT)
 
 
+def test_a_limit_of_patches_takes_samples_that_tell_them() -> None:
+    """Encoding a sample tells its tokens; with 0 patches for each, no micro-batch would be above the limit."""
+    samples = 4 * [{"input_ids": [1, 2], "labels": [1, 2]}]
+    keys = DataloaderParam(max_tokens_per_batch=8, max_patches_per_batch=9)
+    with pytest.raises(ConfigError, match="max_patches_per_batch  list does not tell how many patches"):
+        build_mm_dataloader(samples, keys, **SPLIT)
+
+
 def test_a_loader_needs_a_global_batch(tmp_path: Path, param: Param) -> None:
     dataset, _ = build_mm_dataset(param(write_jsonl(tmp_path / "rows.jsonl", texts(2))))
     with pytest.raises(DataError, match="has 2 samples, fewer than one global batch of 3"):

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     media_digest,
     read_rows,
 )
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from tests.fsdp.data.conftest import write_jsonl
 
@@ -283,6 +284,18 @@ class TestDuplicatesAndKeys:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert rows(path).duplicates == 0
+
+    def test_rows_with_other_sources_are_no_repeats(self, tmp_path: Path) -> None:
+        """Their noise is of all media of a row, so that of these is not the same."""
+        table = [{**GOOD, "source": "one.png"}, {**GOOD, "source": "two.png"}]
+        path = write_jsonl(tmp_path / "rows.jsonl", table)
+        basic = BasicParameters(dataset=str(path), dataset_dir=str(tmp_path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert read_rows(basic, roles=[SOURCE_PICTURE]).duplicates == 0
+        write_jsonl(path, [*table, table[0]])
+        with pytest.warns(UserWarning, match="1 of 3 rows repeats another: the same media"):
+            assert read_rows(basic, roles=[SOURCE_PICTURE]).duplicates == 1
 
     def test_the_key_is_of_content_captions_and_extras(self, tmp_path: Path) -> None:
         key = content_key(media_digest(b"pixels"), ("a",), {"id": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,18 @@ def test_a_file_named_without_its_folder_finds_them_too(
 ) -> None:
     monkeypatch.chdir(rows_beside(tmp_path / "set", 64, "a.png").parent)
     assert grid_width(data_set(vlm_folder.resolve(), Path("rows.jsonl"))[0]) == 8
+
+
+@pytest.mark.parametrize("basic", [{}, {"dataset_dir": "./data"}])
+def test_an_archive_may_lie_in_the_working_directory(
+    vlm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, basic: dict[str, str]
+) -> None:
+    """As pictures may that lie in none."""
+    model = vlm_folder.resolve()
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open("data/x.tar", "w") as shard:
+        picture(64, 32).save("a.png")
+        shard.add("a.png")
+    file = write_jsonl(tmp_path / "data" / "rows" / "rows.jsonl", [conversation(images=["data/x.tar/a.png"])])
+    assert grid_width(data_set(model, file, media_roots=[str(tmp_path)], **basic)[0]) == 8

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_mm.core.batch import ENGINE_KEYS
+from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.qwen3omni_talker.qwen3omni_talker_dataset import spoken_answer
@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.loss.router_aux import find_routers
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.tasks.data.facts import RowLook
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
@@ -149,6 +150,21 @@ def test_other_voices_and_turns_are_heard(run: Path) -> None:
         assert VOICES[voice] in dataset[number]["codec_ids"][:, 0]
     text = dataset.processor.tokenizer.decode(dataset[1]["input_ids"])
     assert text.count("user\n") == 2 and "system" not in text and "nine" not in text  # an earlier answer is not read
+
+
+def test_what_is_told_of_a_row_is_of_the_talker(run: Path) -> None:
+    """What `mm data check` counts without decoding is of the sequence that is trained, not of the thinker's."""
+    dataset = built_rows(run)
+    look = RowLook(dataset, decode=False, seed=0)
+    for number in range(len(dataset)):
+        sample, outline, facts = dataset[number], dataset.outline(number), look(number)
+        assert dataset.measure(number) == outline.size
+        assert outline.input_ids.tolist() == sample["input_ids"].tolist()
+        assert outline.labels.tolist() == sample["labels"].tolist()
+        places = [place for first, last in outline.media_spans for place in range(first, last)]
+        assert places == sample["media_places"].tolist()
+        trained = int((sample["labels"] != IGNORED_LABEL).sum())
+        assert (facts.tokens, facts.trained, facts.shrunk) == (len(sample["input_ids"]), trained, False)
 
 
 # --- loss and gradients -----------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ class MediaLoader:
         archive, member = split_member(item)
         if not member or os.path.isdir(os.path.join(self.dataset_dir, archive)):  # noqa: PTH112, PTH118 (of every row)
             return os.fdopen(self._descriptor(item, most_bytes), "rb")
-        span = members_of(self._confine(archive)).get(member)
+        span = members_of(self._archive(archive)).get(member)
         if span is None:
             raise DataError(f"'{archive}' holds no '{member}'")
         _check_size(span.size, item, most_bytes)
@@ -281,6 +281,16 @@ class MediaLoader:
             if path == other or not self._is_inside_roots(other):
                 raise
             return os.open(self._confine(other), _OPEN_FLAGS)
+
+    def _archive(self, name: str) -> str:
+        """The real path of an archive, which may lie in the working directory as any medium may."""
+        path = self._confine(name)
+        if os.path.exists(path):  # noqa: PTH110 (of every medium)
+            return path
+        other = os.path.realpath(name)
+        if self._is_inside_roots(other):
+            return other
+        return path
 
     def _confine(self, name: str) -> str:
         """The real path of a media file, inside one of the roots. Folders are resolved once each."""
@@ -437,6 +447,11 @@ def with_media_beside(sample: Sample, folder: str) -> Sample:
     return replace(sample, media=media, rejected=rejected)
 
 
+def _is_there(path: str) -> bool:
+    """Whether there is a file, or the archive that a path goes through."""
+    return os.path.exists(path) or os.path.exists(split_member(path)[0])  # noqa: PTH110
+
+
 def located(source: object, folder: str) -> object:
     """A source of a medium with its path, if it has a relative one, written out."""
     if isinstance(source, Mapping):
@@ -449,6 +464,6 @@ def located(source: object, folder: str) -> object:
     if not isinstance(source, str) or os.path.isabs(source) or not names_file(source):  # noqa: PTH117 (thousands a second)
         return source
     path = os.path.join(folder, source)  # noqa: PTH118
-    if os.path.exists(path) or not os.path.exists(source):  # noqa: PTH110
+    if _is_there(path) or not _is_there(source):
         return path
     return os.path.abspath(source)  # noqa: PTH100

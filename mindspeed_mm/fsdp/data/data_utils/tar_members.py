@@ -44,17 +44,29 @@ def _members(path: str, size: int, changed_ns: int) -> Mapping[str, MemberSpan]:
         with tarfile.open(path, "r:") as archive:
             # `tar -C folder .` writes "./" before every name, which no row does.
             found = {_plain(each.name): MemberSpan(each.offset_data, each.size) for each in archive if each.isreg()}
+            last = (archive.getnames() or [""])[-1]
+            ends = _has_end_mark(archive)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(
             f"is not a tar archive that can be read ({error})",
             where=path,
             way_out="Write it again, uncompressed: pictures and videos are compressed already.",
         ) from error
-    # tarfile stops quietly at the end of a file that was cut.
-    cut = next((name for name, span in found.items() if span.start + span.size > size), None)
-    if cut is not None:
-        raise DataError(f"ends before its member '{cut}' does", where=path, way_out="Copy the archive again.")
+    # tarfile stops quietly between two members, and at what is no header.
+    if not ends:
+        raise DataError(
+            f"cannot be read beyond its member '{last}', where it does not end",
+            where=path,
+            way_out="Copy the archive again, or write it again: whatever writes one closes it with a block of zeros.",
+        )
     return found
+
+
+def _has_end_mark(archive: tarfile.TarFile) -> bool:
+    """Whether a block of zeros stands where the headers of an archive, all read, come to an end."""
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    return archive.fileobj.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
 
 
 def split_member(path: str) -> tuple[str, str]:

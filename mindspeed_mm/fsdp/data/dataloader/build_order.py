@@ -79,6 +79,8 @@ def build_order(
     shape = _shape(dataloader_param, deal, basic)
     if shape is None:
         return GlobalOrder(sampler, deal, dataloader_param.drop_last), mix
+    if shape.patches is not None:
+        _check_patches_are_told(type(dataset.origin))
     return BufferedOrder(sampler, sizes, shape, deal, drop_last=dataloader_param.drop_last), mix
 
 
@@ -150,6 +152,16 @@ def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters
             way_out=f"Set packing: true, max_tokens_per_batch, or {SAMPLER_KEY}: {BUDGET_SAMPLER}.",
         )
     return None
+
+
+def _check_patches_are_told(kind: type) -> None:
+    """Raise where the samples of a data set would have to be encoded to know their sizes: that tells their tokens."""
+    if getattr(kind, "measure", MMDataset.measure) is MMDataset.measure:
+        raise ConfigError(
+            f"{kind.__name__} does not tell how many patches its samples have, so the limit would not be kept",
+            key=_PATCHES_KEY,
+            way_out="Give it a measure(index) that returns SampleSize(tokens, patches); or leave the limit out.",
+        )
 
 
 def _sampler(

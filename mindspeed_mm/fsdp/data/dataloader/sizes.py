@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.token_arrays import token_arrays
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.side_process import SideJob, SideProcess
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.open_files import check_keeps_no_file_open
 from mindspeed_mm.fsdp.utils.plugins import place_within
 
 _UNKNOWN, _UNUSABLE = -1, -2
@@ -127,6 +128,7 @@ class SizeBook:
         if self._is_complete:
             yield
             return
+        check_keeps_no_file_open(self._measure.dataset)
         process = self._process = SideProcess(self._measure, self.timeout_s)
         try:
             yield

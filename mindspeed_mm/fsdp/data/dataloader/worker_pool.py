@@ -26,6 +26,7 @@ from torch.utils.data._utils import signal_handling
 from mindspeed_mm.core.errors import DataError, MachineError, first_names
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery
 from mindspeed_mm.fsdp.data.dataloader.transport import SLOT_BYTES, SharedSlots
+from mindspeed_mm.fsdp.data.open_files import check_keeps_no_file_open
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0
@@ -105,6 +106,7 @@ class WorkerPool:
         return getattr(self._iterator, "_workers", ())
 
     def _start(self, requests: _Recorded) -> object:
+        check_keeps_no_file_open(self._maker.dataset)
         options = self._options
         loader = DataLoader(
             self._maker,

@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError, offer_skipping
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset
+from mindspeed_mm.fsdp.data.open_files import check_keeps_no_file_open
 from mindspeed_mm.fsdp.data.sample_cache.codec import pack, unpack
 from mindspeed_mm.fsdp.data.sample_cache.folder import (
     CACHE_KEY,
@@ -178,6 +179,8 @@ class _Preparation:
         self._dataset, self._basic, self._folder, self._progress = dataset, basic, folder, progress
         self._keys = SampleKeys(basic)
         self._workers = workers_for(basic.preprocessing_num_workers) if len(dataset) > _FEW_ROWS else 0
+        if self._workers:
+            check_keeps_no_file_open(dataset)
         self._bad: dict[int, str] = {}
 
     def run(self) -> Table:

@@ -8,6 +8,7 @@ cost what the cache is to save, and a file put in another's place cannot keep th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,8 +23,10 @@ from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data import data_utils
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
+from mindspeed_mm.fsdp.data.data_utils.tar_members import split_member
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam
+from mindspeed_mm.fsdp.utils.plugins import files_beside
 
 KEY_BYTES = 16
 _FORMAT = 1
@@ -73,7 +76,7 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None, dataset: obj
         template = sha256_file(Path(basic.chat_template))
     if basic.template:
         named_template = repr(TEMPLATES.get(basic.template))
-    return {
+    settings: JsonObject = {
         "format": _FORMAT,
         "dataset_type": dataset_param.dataset_type,
         "basic_parameters": basic.model_dump(mode="json", exclude=set(_CHOOSE_ROWS_ONLY)),
@@ -84,6 +87,10 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None, dataset: obj
         "code": _code(plugin, dataset),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
+    if dataset_param.model_extra:  # keys that a plugin has declared
+        own_keys = set(dataset_param.model_extra)
+        settings["own_keys"] = dataset_param.model_dump(mode="json", include=own_keys)
+    return settings
 
 
 def digest_of(settings: Mapping[str, object]) -> str:
@@ -114,17 +121,27 @@ class SampleKeys:
         return [sample.messages, sample.weights, media, sample.tools, sample.text, rejected]
 
     def _facts(self, name: str) -> list[object]:
-        """What the file system says of a medium; of a folder, of all in it."""
-        path = os.path.join(self._folder, name)  # noqa: PTH118 (a million times at a start)
-        try:
-            status = os.stat(path)  # noqa: PTH116
-        except (OSError, ValueError):  # it is missing, or no path but base64 text
-            return []
+        """What the file system says of a medium, or of the archive that it lies in; of a folder, of all in it."""
         # The real path: the same rows read from another working directory keep their keys.
+        path = os.path.join(self._folder, name)  # noqa: PTH118 (a million times at a start)
+        status = _status(path)
+        if status is None:  # paths may start at the working directory, too
+            path = os.path.abspath(name)  # noqa: PTH100
+            status = _status(path)
+        if status is None:
+            return []
         facts: list[Any] = [path, *_marks(status)]
         if stat.S_ISDIR(status.st_mode):
             facts += [(entry.name, *_marks(entry.stat())) for entry in sorted(os.scandir(path), key=lambda e: e.name)]
         return facts
+
+
+def _status(path: str) -> os.stat_result | None:
+    """None: it is missing, or no path but base64 text."""
+    for file in (path, split_member(path)[0]):
+        with contextlib.suppress(OSError, ValueError):
+            return os.stat(file)  # noqa: PTH116
+    return None
 
 
 def _marks(status: os.stat_result) -> tuple[int, int, int]:
@@ -168,7 +185,7 @@ def _code(*makers: object) -> str:
     classes = dict.fromkeys(cls.__module__ for maker in makers for cls in type(maker).__mro__)
     for module in map(sys.modules.get, classes):
         if module is not None and getattr(module, "__file__", None):
-            files.append(Path(str(module.__file__)))
+            files += files_beside(Path(str(module.__file__)))
     return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
 
 

@@ -54,6 +54,14 @@ def _below(section: str, entries: Mapping[str, Value]) -> dict[str, Value]:
     return {f"{section}.{key}": value for key, value in entries.items()}
 
 
+def acting_datasets(key: str) -> tuple[str, ...]:
+    """The `dataset_type` of the built-in data sets that act on a key of `BUILT_VALUES`; empty where that is not the
+    question. A plugin's data set may act on any."""
+    if not key.startswith("data."):
+        return ()
+    return _ACTING.get(key.rpartition(".")[2], ())
+
+
 _DEFAULTS = InferenceArguments()
 _ABSENT = object()
 """What a key has whose section is not given."""
@@ -104,8 +112,8 @@ def _is_idle(data: DataArguments, training: TrainingArguments, key: str) -> bool
 def _is_of_a_plugin(data: DataArguments, key: str) -> bool:
     """Whether the key is for a dataset that is not built in, or for one that acts on it."""
     section, name = key.split(".")[:2]
-    acting = _ACTING.get(key.rpartition(".")[2])
-    if acting is not None and getattr(data, name).dataset_type in acting:
+    acting = acting_datasets(key)
+    if acting and getattr(data, name).dataset_type in acting:
         return True
     is_described = section == "data" and name != "dataloader_param"
     return is_described and data[name].dataset_type not in dataset_cards()

@@ -53,6 +53,7 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
     extra = int(any(name.endswith(("class_embedding", "cls_token")) for name, _ in model.named_parameters()))
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
+        """What the batch's pictures and clips are cut into: by their grids where it has them, else by their pixels."""
         if any(name in batch for name in _GRIDS):
             return _by_grids(batch, config, patch)
         if "pixel_values" not in batch and "pixel_values_videos" not in batch:

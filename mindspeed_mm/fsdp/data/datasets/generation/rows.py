@@ -183,7 +183,7 @@ class GenerationRows(Sequence[GenerationRow]):
         if self.duplicates:
             verb = by_count(self.duplicates, "repeats", "repeat")
             warnings.warn(
-                f"{self.duplicates} of {len(self)} rows {verb} another: the same medium, captions and columns. In an "
+                f"{self.duplicates} of {len(self)} rows {verb} another: the same media, captions and columns. In an "
                 "epoch they share their noise",
                 stacklevel=2,
             )
@@ -263,7 +263,8 @@ class GenerationRows(Sequence[GenerationRow]):
             if not all(map(str.strip, row.captions)):
                 self.empty_captions.append(str(row.place))
             # Hashes instead of the rows themselves: 8 bytes each; a rare clash only counts one row too many.
-            told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
+            media = (row.media, *sorted(row.roles.items()))
+            told = hash((media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
             self.duplicates += told in seen
             seen.add(told)
         if faults and not may_skip:

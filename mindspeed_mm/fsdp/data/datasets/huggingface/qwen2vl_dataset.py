@@ -216,13 +216,8 @@ class Qwen2VLDataset(MMDataset):
             return self._encoder.outline_question(question_of_prompt(sample))
         return self._encoder.outline(sample)
 
+    @override
     def joined_opening(self, index: int) -> str:
-        """The end of what opens the answer of sample `index`, where training has it in a token with the answer's first
-        letters; empty where the tokens of the question alone are those of training.
-
-        Raises:
-            DataError: The row is off, or its answer holds media.
-        """
         sample = self.sample(index)
         if not sample.messages or sample.rejected is not None or self.basic_parameters.stage == "prompt":
             return ""

@@ -22,7 +22,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.core.json_file import JsonObject, read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
-from mindspeed_mm.fsdp.data.data_utils.encode import at_place, build_tokens
+from mindspeed_mm.fsdp.data.data_utils.encode import SampleOutline, at_place, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize, TooLongError
 from mindspeed_mm.fsdp.data.data_utils.spoken_rows import codes_of, in_rows
@@ -61,8 +61,6 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
     is_deterministic = True
     prompts_for = None
     own_columns = frozenset({"audio_codes", "speaker"})
-    outline = Qwen2VLDataset.outline
-    """Of the conversation, as the thinker reads it."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -94,7 +92,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
             "media": conversation["media"],
             "shrunk": False,
             "codec_ids": spoken.codec_ids,
-            "media_places": spoken.media_places,
+            "media_places": spoken.places[spoken.media_sources],
             "media_sources": spoken.media_sources,
             "thinker_input_ids": conversation["input_ids"][: spoken.read],
         }
@@ -102,10 +100,22 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
 
     def measure(self, index: int) -> SampleSize:
         """The talker's places, and the patches that the thinker sees."""
-        outline: Any = self.outline(index)
-        ids = np.asarray(outline.input_ids)
-        tokens = len(self._spoken(index, ids, shrunk=outline.shrunk).input_ids)
-        return SampleSize(tokens, outline.size.patches)
+        return self.outline(index).size
+
+    def outline(self, index: int) -> SampleOutline:
+        """The talker's places and labels, beside the text that the thinker reads."""
+        read: Any = super().outline(index)  # of no pair: `stage: rm` is refused
+        spoken = self._spoken(index, np.asarray(read.input_ids), shrunk=read.shrunk)
+        places = spoken.places.tolist()
+        length = len(spoken.input_ids)
+        return read._replace(  # type: ignore[no-any-return]
+            input_ids=spoken.input_ids,
+            labels=spoken.labels,
+            weights=(spoken.labels != IGNORED_LABEL).astype(np.float32),
+            media_spans=[(places[first], places[last - 1] + 1) for first, last in read.media_spans],
+            size=SampleSize(length, read.size.patches),
+            full_tokens=length,
+        )
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Rows padded to the right.
@@ -227,10 +237,10 @@ class SpokenAnswer:
     """(L, G) int64 of the codebooks."""
     labels: np.ndarray
     """(L,) int64 of the first codebook, not shifted."""
-    media_places: np.ndarray
-    """(M,) int64 places of media among the L."""
+    places: np.ndarray
+    """(K,) int64 where each token of the thinker's is among the L; of turns that are not the user's, the one before."""
     media_sources: np.ndarray
-    """(M,) int64 the same places among the K."""
+    """(M,) int64 places of media among the K."""
     read: int
     """How many of the K places the thinker has to read: none behind the last user's turn."""
 
@@ -276,7 +286,7 @@ def spoken_answer(
         codec_ids,
         np.array([IGNORED_LABEL] * len(first) + speech, dtype=np.int64),
         # How many of the user's tokens come before: only these are kept for the talker.
-        media_places=np.cumsum(user_K)[sources] - 1,
+        places=np.cumsum(user_K) - 1,
         media_sources=sources,
         read=int(np.flatnonzero(user_K)[-1]) + 1,
     )
