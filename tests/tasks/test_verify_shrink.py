@@ -231,7 +231,7 @@ def test_nothing_is_dropped_any_more() -> None:
 def test_what_a_class_drops_by_default_is_told() -> None:
     """transformers stores no setting that has the value of its class, a section of defaults neither."""
     whole = {"dropout": 0.1, "depth": 2, "former": {"attention_dropout": 0.2, "width": 8}, "text": {"drop": 1, "n": 3}}
-    whole["eye"] = {"hidden_dropout_prob": 0.1, "width": 4}
+    whole |= {"eye": {"hidden_dropout_prob": 0.1, "width": 4}, "id2label": {0: "cat"}}
     stored = {"depth": 2, "former": {"width": 8}}
     assert with_rates(stored, whole) == {
         "depth": 2, "former": {"width": 8, "attention_dropout": 0.2}, "dropout": 0.1, "eye": whole["eye"],

@@ -150,9 +150,9 @@ def without_dropout(config: Mapping[str, object]) -> Shrunk:
     return Shrunk(still, dict(_differences(config, still)))
 
 
-def is_rate(key: str, value: object) -> bool:
-    """Whether a setting is the probability of dropping something, and not 0."""
-    if not any(word in key for word in ("dropout", "drop_path", "layerdrop")):
+def is_rate(key: object, value: object) -> bool:
+    """Whether a setting is the probability of dropping something, and not 0. Tables of labels have numbers as keys."""
+    if not isinstance(key, str) or not any(word in key for word in ("dropout", "drop_path", "layerdrop")):
         return False
     return isinstance(value, int | float) and not isinstance(value, bool) and value != 0
 

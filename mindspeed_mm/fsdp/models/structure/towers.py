@@ -87,12 +87,9 @@ def _lacks_encoder(model: nn.Module, kind: str) -> bool:
 
 def handed_on(output: object) -> list[torch.Tensor]:
     """Of what a tower returns, the tensors that the decoder reads. Others must get no gradients, not even zeros: LLaVA
-    takes the features in front of the tower's last layer, and trains that layer on no rank. Granite 4 Vision hands on
-    no features but those of single layers."""
-    if isinstance(output, dict):
-        read = flat_tensors([output.get("pooler_output"), output.get("deepstack_features")])
-        if read:
-            return read
+    takes the features in front of the tower's last layer, and trains that layer on no rank."""
+    if isinstance(output, dict) and output.get("pooler_output") is not None:
+        return flat_tensors([output["pooler_output"], output.get("deepstack_features")])
     return flat_tensors(output)
 
 

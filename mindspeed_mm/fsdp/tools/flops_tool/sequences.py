@@ -227,7 +227,7 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
 
 
 def _mixing_bridges(model: nn.Module) -> tuple[str, ...]:
-    """See `_DecoderParts.mixing`."""
+    """Beginnings of names, with the dot behind them, of what stands in front of a decoder and has attention."""
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         bridge = _BRIDGE.search(name)
