@@ -83,7 +83,7 @@ def test_layers_alone() -> None:
     }  # fmt: skip
 
 
-GRANITE = {
+GRANITE: dict[str, Any] = {
     "deepstack_layer_map": [[-19, 9], [-1, 0]], "spatial_target_layers": [12, 15, 18, 21],
     "text_config": {"hidden_size": 2560, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8},
     "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16},
