@@ -79,5 +79,5 @@ def test_a_wide_model_is_made_narrow(name: str, tmp_path: Path) -> None:
     (found,) = run_ranks(1, f"{IN_RANKS}:run_reference", job_of(asked, tmp_path / "work"), str)
     told = " ".join(found.job.setup.changes)
     assert "attention_head" in told or "n_heads" in told
-    assert found.model.endswith("M parameters, made small (--full uses the real one)")
+    assert found.model.endswith("M parameters, random weights (--full uses the real model)")
     assert float(found.model.split(", ")[1].split()[0]) < 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from mindspeed_mm.tasks.verify.model import smaller_ones, with_rates
+from mindspeed_mm.tasks.verify.run import uncompared
 from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
 
 QWEN3_VL = {
@@ -74,10 +77,60 @@ def test_what_the_plan_divides() -> None:
 
 
 def test_layers_alone() -> None:
-    small = shrink(QWEN3_VL, Room(), widths=False)
+    small = shrink(QWEN3_VL, Room(), heads=None)
     assert {key.rpartition(".")[2] for key in small.changes} == {
         "num_hidden_layers", "depth", "deepstack_visual_indexes",
     }  # fmt: skip
+
+
+GRANITE: dict[str, Any] = {
+    "deepstack_layer_map": [[-19, 9], [-1, 0]], "spatial_target_layers": [12, 15, 18, 21],
+    "text_config": {"hidden_size": 2560, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8},
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16},
+    "qformer_config": {"hidden_size": 1152, "num_hidden_layers": 1, "num_attention_heads": 18},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lists", [{"spatial_target_layers": [12]}, {"deepstack_layer_map": [[-1, 9]]}, {"vision_feature_layer": [-7, -1]}]
+)
+def test_layers_that_another_section_numbers_stay(lists: dict[str, Any]) -> None:
+    """Granite 4 Vision: what each layer of the tower feeds is a layer of the text."""
+    sections = {key: GRANITE[key] for key in ("text_config", "vision_config")}
+    assert shrink(sections, Room()).config["text_config"]["num_hidden_layers"] == 2
+    small = shrink(sections | lists, Room()).config
+    assert (small["text_config"]["num_hidden_layers"], small["vision_config"]["num_hidden_layers"]) == (40, 27)
+    assert small["text_config"]["hidden_size"] == 64
+    short = {key: [[-3, 0]] for key in lists}
+    assert shrink(sections | short, Room()).config["text_config"]["num_hidden_layers"] == 2
+
+
+def test_lists_of_a_section_that_is_not_cut() -> None:
+    tower = {"layers": 12, "width": 768, "global_attn_indexes": [2, 5, 8, 11]}
+    small = shrink({"num_hidden_layers": 8, "vision_config": {"width": {"sam": tower}}}, Room()).config
+    assert small["num_hidden_layers"] == 2
+
+
+def test_heads_that_a_class_derives_from_a_width() -> None:
+    """Granite 4 Vision's Q-Former has as many heads as its tower has times 64 features; no layer of it goes."""
+    prepare_for_transformers()
+    import transformers
+
+    text = {"vocab_size": 64, "intermediate_size": 512, "pad_token_id": 0}
+    vision = {"model_type": "siglip_vision_model", "intermediate_size": 512, "image_size": 64, "patch_size": 16}
+    former = {"model_type": "blip_2_qformer", "intermediate_size": 64}
+    own = {"text_config": text, "vision_config": vision, "qformer_config": former}
+    config: dict[str, Any] = {"model_type": "granite4_vision", "downsample_rate": "2/4"}
+    for key, value in GRANITE.items():
+        config[key] = value | own[key] if isinstance(value, dict) else value
+    built = []
+    for way in smaller_ones(config, Room()):
+        with suppress(ArithmeticError), torch.device("meta"):
+            made = transformers.AutoConfig.for_model(**way.config)
+            built.append(transformers.Granite4VisionForConditionalGeneration(made))
+    assert len(built[0].model.language_model.layers) == 40
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in built]
+    assert counts[0] < 50_000_000 < 1_000_000_000 < counts[-1] and len(built) == 2
 
 
 def test_every_kind_of_layer_stays() -> None:
@@ -173,6 +226,30 @@ def test_nothing_is_dropped_any_more() -> None:
     assert still.config["use_dropout"] is True
     assert set(still.changes) == {"attention_dropout", "vision_config.drop_path_rate"}
     assert config["attention_dropout"] == 0.1
+
+
+def test_what_a_class_drops_by_default_is_told() -> None:
+    """transformers stores no setting that has the value of its class, a section of defaults neither."""
+    whole = {"dropout": 0.1, "depth": 2, "former": {"attention_dropout": 0.2, "width": 8}, "text": {"drop": 1, "n": 3}}
+    whole |= {"eye": {"hidden_dropout_prob": 0.1, "width": 4}, "id2label": {0: "cat"}}
+    stored = {"depth": 2, "former": {"width": 8}}
+    assert with_rates(stored, whole) == {
+        "depth": 2, "former": {"width": 8, "attention_dropout": 0.2}, "dropout": 0.1, "eye": whole["eye"],
+    }  # fmt: skip
+    assert with_rates({"dropout": 0.0}, {"dropout": 0.1}) == {"dropout": 0.0}
+
+
+def test_parameters_that_no_gradient_reaches_are_told() -> None:
+    """They are equal in every plan: no gradient, or one of zeros in each step. Frozen ones are not meant."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False) for name in ("a", "b", "c", "d")})
+    model["d"].requires_grad_(False)
+    nothing, some = torch.zeros(1, 2), torch.ones(1, 2)
+    first = {"gradients": {"a.weight": nothing, "b.weight": nothing, "c.weight": None, "d.weight": None}}
+    second = {"gradients": {**first["gradients"], "a.weight": some}}
+    (line,) = uncompared(model, [first, second])
+    assert "2 of 3 parameters: b.weight, c.weight" in line
+    every = {"gradients": {f"{name}.weight": some for name in ("a", "b", "c")}}
+    assert uncompared(model, [every]) == ()
 
 
 TEXT = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Gemma2", "Gemma3Text", "DeepseekV3", "Mixtral", "Phi3")

@@ -22,6 +22,7 @@ from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
 from mindspeed_mm.fsdp.models.diffusion.picture_vae import DIFFUSERS_FOLDER, FLUX_LATENTS, write_small_vae
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments, ModelArguments, ParallelArguments
@@ -31,7 +32,7 @@ from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.verify.setup import change_line
-from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropout
+from mindspeed_mm.tasks.verify.shrink import NARROW_HEADS, Room, Shrunk, is_rate, shrink, without_dropout
 
 _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
@@ -71,15 +72,30 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
     if config is None:
         yield with_value(arguments, _SCRATCH, True), ("weights: random, from the seed; the model is not made small",)
         return
-    wanted = [shrink(config, room), shrink(config, room, widths=False), Shrunk(dict(config), {})]
-    for number, small in enumerate(wanted):
+    for number, small in enumerate(smaller_ones(config, room)):
         still = without_dropout(small.config)
         changes = small.changes | still.changes
         made = _with_config(arguments, still.config, changes, folder / f"model{number}", shrinks=True)
         lines = (*_lines(changes), "weights: random, from the seed")
+        if not small.changes:
+            lines += ("the model is not made small: its class takes no smaller sizes",)
         if _kind(arguments.model) is UNIFIED:
             lines += ("VAE: few features, random weights",)
         yield fitting(with_value(made, _SCRATCH, True), lines)
+
+
+def smaller_ones(config: JsonMapping, room: Room) -> list[Shrunk]:
+    """A configuration made small in several ways, from the smallest model to the real one."""
+    ways = [
+        shrink(config, room),
+        # Some classes derive numbers of heads from a width, 64 features each.
+        shrink(config, room, heads=NARROW_HEADS[-1]),
+        shrink(config, room, layers=False),
+        shrink(config, room, layers=False, heads=NARROW_HEADS[-1]),
+        shrink(config, room, heads=None),
+        Shrunk(dict(config), {}),
+    ]
+    return [way for number, way in enumerate(ways) if way not in ways[:number]]
 
 
 def real_model(arguments: Arguments, folder: Path) -> Candidate:
@@ -140,7 +156,33 @@ def _config_of(model: ModelArguments) -> JsonObject | None:
     path = Path(named or "") / _kind(model).trained_part / "config.json"
     if not named or not path.is_file():
         return None
-    return read_json(path) | (model.transformer or {})
+    config = read_json(path) | (model.transformer or {})
+    if _kind(model).trained_part:
+        return config
+    try:
+        whole = load_model_config(Path(named), trust_remote_code=model.trust_remote_code)
+    except ModelFolderError:
+        return config  # only a plugin knows its class
+    return with_rates(config, whole.to_dict())
+
+
+def with_rates(config: JsonMapping, whole: JsonMapping) -> JsonObject:
+    """A configuration with the probabilities of dropping something that it leaves to its class: transformers stores no
+    setting that has the value of its class.
+
+    Args:
+        config: As stored.
+        whole: With every setting.
+    """
+    told = dict(config)
+    for key, value in whole.items():
+        if isinstance(value, dict) and isinstance(told.get(key), dict):
+            told[key] = with_rates(told[key], value)
+        elif key in told:
+            continue
+        elif is_rate(key, value) or (isinstance(value, dict) and with_rates({}, value)):
+            told[key] = value
+    return told
 
 
 def _with_config(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.counts import short_count
@@ -53,6 +54,8 @@ PLANNED = "as planned = one process"
 ACCUMULATED = "accumulated = one big batch"
 RESUMED = "resumed = uninterrupted"
 PACKED = "packed = unpacked"
+_SHOWN_NAMES = 3
+"""Parameters that are named, of those that nothing is said about."""
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,8 @@ def _first_that_runs(job: VerifyJob, candidates: Sequence[Candidate]) -> tuple[T
                 raise
             continue
         save_records(job.folder / "reference.safetensors", steps)
-        return engine, chosen
+        told = (*setup.changes, *uncompared(engine.model, steps))
+        return engine, replace(chosen, setup=replace(setup, changes=told))
     raise AssertionError("there is always a candidate")
 
 
@@ -132,7 +136,30 @@ def _describe(engine: TrainEngine, full: bool) -> str:
     words = f"{name}, {short_count(count)} parameters"
     if full:
         return words
-    return f"{words}, made small (--full uses the real one)"
+    return f"{words}, random weights (--full uses the real model)"
+
+
+def uncompared(model: nn.Module, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """A line on trained parameters to which no step gives a gradient other than 0: a comparison says nothing of them.
+
+    Args:
+        model: Computed the steps.
+        steps: Of one process.
+    """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    reached = {
+        name
+        for step in steps
+        for name, gradient in step["gradients"].items()
+        if gradient is not None and bool(gradient.any())
+    }
+    still = [name for name in trained if name not in reached]
+    if not still:
+        return ()
+    shown = ", ".join(still[:_SHOWN_NAMES])
+    if len(still) > _SHOWN_NAMES:
+        shown += " …"
+    return (f"not compared, since no gradient reaches them: {len(still)} of {len(trained)} parameters: {shown}",)
 
 
 # --- as planned -------------------------------------------------------------------------------------------------------

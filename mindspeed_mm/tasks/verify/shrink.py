@@ -49,6 +49,8 @@ _LAYERS = (
     "num_hidden_layers", "num_layers", "num_single_layers", "depth", "n_layer", "n_layers", "encoder_layers",
     "decoder_layers", "num_encoder_layers", "num_decoder_layers", "vt_num_hidden_layers",
 )  # fmt: skip
+_UNCUT_LAYERS = ("layers",)
+"""Names of counts that stay."""
 _PERIODS = (
     "decoder_sparse_step", "full_attention_interval", "sliding_window_pattern", "interleave_moe_layer_step",
     "moe_layer_freq", "attn_layer_period", "expert_layer_period", "no_rope_layer_interval",
@@ -58,6 +60,8 @@ _DENSE_ONES = "first_k_dense_replace"
 """How many layers, from the first, have no experts."""
 _LAYER_NUMBERS = re.compile(r"(indexes|indices|_layers|layer_ids)$")
 """Names of lists that hold numbers of layers."""
+_NAMES_LAYERS = re.compile(r"indexes|indices|layer")
+"""Names of lists that may hold numbers of another section's layers, also counted from the last one."""
 _COUNTED_FROM_ONE = "linear_attn_config"
 """A section whose lists hold such numbers counted from 1, of the section's layers around it (Kimi Linear, Kimi-K3)."""
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
@@ -82,15 +86,38 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 
-def shrink(config: Mapping[str, object], room: Room, *, widths: bool = True) -> Shrunk:
+def shrink(
+    config: Mapping[str, object], room: Room, *, layers: bool = True, heads: int | None = NARROW_HEADS[0]
+) -> Shrunk:
     """The smallest configuration with every kind of layer that the plan can divide.
+
+    All layers stay where a list holds numbers of layers that would be gone (Granite 4 Vision's, which a tower feeds).
 
     Args:
         config: The whole `config.json`.
         room: What the plan divides.
-        widths: Narrow it too; otherwise only layers and experts become fewer.
+        layers: Whether there may be fewer layers.
+        heads: The narrowest width of a head; None: all widths stay.
     """
     small = deepcopy(dict(config))
+    if layers:
+        for name, part in _parts(small):
+            fewest = FEWEST_LAYERS
+            if not _is_tower(name):
+                fewest = max(FEWEST_LAYERS, room.stages)
+            for key in _counts_in(part, _LAYERS):
+                _cut_layers(part, key, fewest)
+        if _has_lost_layers(small):
+            small = deepcopy(dict(config))
+    for _, part in _parts(small):
+        _cut_experts(part, room.experts)
+    if heads is not None:
+        _narrow_all(small, room.tensor, heads)
+    return Shrunk(small, dict(_differences(config, small)))
+
+
+def _narrow_all(small: Config, ranks: int, narrowest: int) -> None:
+    """Narrow every section, and what other sections repeat of the text's width."""
     parts = list(_parts(small))
     text = small
     for name, part in parts:
@@ -98,26 +125,19 @@ def shrink(config: Mapping[str, object], room: Room, *, widths: bool = True) -> 
             text = part
             break
     text_width = text.get("hidden_size")
-    for name, part in parts:
-        fewest = FEWEST_LAYERS
-        if not _is_tower(name):
-            fewest = max(FEWEST_LAYERS, room.stages)
-        for key in _counts_in(part, _LAYERS):
-            _cut_layers(part, key, fewest)
-        _cut_experts(part, room.experts)
-        if widths:
-            before = dict(part)
-            _narrow(part, room.tensor)
-            _narrow_windowed(part, before)
-            _narrow_stream(part, room.tensor)
-    if text_width is not None:
-        for part in _tables(small):
-            if part is text:
-                continue
-            for key in _TEXT_WIDTHS:
-                if part.get(key) == text_width and key != _width_key(part):
-                    part[key] = text["hidden_size"]
-    return Shrunk(small, dict(_differences(config, small)))
+    for _, part in parts:
+        before = dict(part)
+        _narrow(part, ranks, narrowest)
+        _narrow_windowed(part, before)
+        _narrow_stream(part, ranks, narrowest)
+    if text_width is None:
+        return
+    for part in _tables(small):
+        if part is text:
+            continue
+        for key in _TEXT_WIDTHS:
+            if part.get(key) == text_width and key != _width_key(part):
+                part[key] = text["hidden_size"]
 
 
 def without_dropout(config: Mapping[str, object]) -> Shrunk:
@@ -125,10 +145,16 @@ def without_dropout(config: Mapping[str, object]) -> Shrunk:
     still = deepcopy(dict(config))
     for part in _tables(still):
         for key, value in part.items():
-            is_rate = any(word in key for word in ("dropout", "drop_path", "layerdrop"))
-            if is_rate and isinstance(value, int | float) and not isinstance(value, bool) and value:
+            if is_rate(key, value):
                 part[key] = 0.0
     return Shrunk(still, dict(_differences(config, still)))
+
+
+def is_rate(key: object, value: object) -> bool:
+    """Whether a setting is the probability of dropping something, and not 0. Tables of labels have numbers as keys."""
+    if not isinstance(key, str) or not any(word in key for word in ("dropout", "drop_path", "layerdrop")):
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and value != 0
 
 
 def _parts(section: Config, name: str = "") -> Iterator[tuple[str, Config]]:
@@ -238,6 +264,30 @@ def _is_list_of_numbers(name: str, value: object, count: int) -> bool:
     return 0 < len(value) < count and all(isinstance(each, int) and 0 <= each < count for each in value)
 
 
+def _has_lost_layers(config: Config) -> bool:
+    """Whether a list in a configuration whose layers were cut holds numbers of layers that are gone."""
+    most = max((part[key] for _, part in _parts(config) for key in _counts_in(part, _LAYERS)), default=0)
+    for table in _tables(config):
+        # A section that is not cut has a list of its own layers and their count (DeepSeek-OCR's towers).
+        left = max([most, *(table[key] for key in _counts_in(table, _UNCUT_LAYERS))])
+        for name, value in table.items():
+            if not isinstance(value, list) or not _NAMES_LAYERS.search(name):
+                continue
+            # Hidden states are one more than layers; from the last one, numbers are negative.
+            if any(not -left - 1 <= number <= left for number in _whole_numbers(value)):
+                return True
+    return False
+
+
+def _whole_numbers(values: Sequence[object]) -> Iterator[int]:
+    """The whole numbers in a list, however nested."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _whole_numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +316,7 @@ def _cut_experts(part: Config, ranks: int) -> None:
 # --- widths -----------------------------------------------------------------------------------------------------------
 
 
-def _narrow(part: Config, ranks: int) -> None:
+def _narrow(part: Config, ranks: int, narrowest: int) -> None:
     """Fewer and narrower heads, and with them narrower layers."""
     heads_key = _first_count(part, _HEADS)
     width_key = _width_key(part)
@@ -281,7 +331,7 @@ def _narrow(part: Config, ranks: int) -> None:
         return
     repeated = [key for key in _counts_in(part, _REPEATED_WIDTHS) if part[key] == part[heads_key] * head]
     heads, key_heads = _fewer_heads(part[heads_key], _key_heads(part), ranks)
-    narrow = head if _LATENT_ATTENTION in part else _narrower_head(part, head)
+    narrow = head if _LATENT_ATTENTION in part else _narrower_head(part, head, narrowest)
     part[heads_key] = heads
     for key in _counts_in(part, _KEY_HEADS):
         part[key] = key_heads
@@ -298,10 +348,10 @@ def _narrow(part: Config, ranks: int) -> None:
             part[key] = min(part[key], _up_to_multiple(inner[key], math.lcm(ranks, 8)))
 
 
-def _narrow_stream(part: Config, ranks: int) -> None:
+def _narrow_stream(part: Config, ranks: int, narrowest: int) -> None:
     """The same of the second stream in a section."""
     stream = {key.removeprefix(_STREAM): value for key, value in part.items() if key.startswith(_STREAM)}
-    _narrow(stream, ranks)
+    _narrow(stream, ranks, narrowest)
     part |= {f"{_STREAM}{key}": value for key, value in stream.items()}
 
 
@@ -337,16 +387,17 @@ def _fewer_heads(heads: int, key_heads: int | None, ranks: int) -> tuple[int, in
     return fewer * min(2, heads // keys), fewer
 
 
-def _narrower_head(part: Config, head: int) -> int:
-    """The narrowest head that rotary positions still fit: its turned share is an even number of features, and each of
-    the parts that they are cut into, scaled with the head, stays a multiple of its step."""
+def _narrower_head(part: Config, head: int, narrowest: int) -> int:
+    """The narrowest head, of `narrowest` features at least, that rotary positions fit: its turned share is an even
+    number of features, and each of the parts that they are cut into, scaled with the head, stays a multiple of its
+    step."""
     share = part.get("partial_rotary_factor")
     if not isinstance(share, int | float):
         share = 1
     # A multiple of six may be three axes of an even number of features each.
     for width in NARROW_HEADS if head % 6 else HEADS_OF_THREE_AXES:
         turned = width * share
-        if width >= head or turned % 2:
+        if not narrowest <= width < head or turned % 2:
             continue
         if all(size * width % (head * step) == 0 for size, step in _rotary_sizes(part)):
             return width

@@ -24,6 +24,7 @@ order, that of the model."""
 MORE_FAMILIES = {
     "mistral3": [["image"], []],
     "llava_next": [[], ["image"]],
+    "granite4_vision": [[], ["image"]],
     "kimi_k25": [["image", "image2"], []],
     "deepseek_vl": [["image"], []],
     "deepseek_vl_hybrid": [[], ["image"]],

@@ -8,7 +8,15 @@ import pytest
 import torch
 import transformers
 
-from mindspeed_mm.fsdp.models.structure.towers import find_media_without_towers, find_towers, handed_on
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.context.plan import resolve_context_plan
+from mindspeed_mm.fsdp.models.structure.stages import find_cut_points
+from mindspeed_mm.fsdp.models.structure.towers import (
+    find_media_without_towers,
+    find_towers,
+    find_uncarried,
+    handed_on,
+)
 from tests.helpers.llava_next import LLAVA_NEXT
 from tests.helpers.packed_families import FAMILIES
 from tests.helpers.packed_more_families import MORE
@@ -55,6 +63,26 @@ def _features(model: Any, kind: str, tensors: dict[str, torch.Tensor]) -> torch.
     name = f"get_{kind}_features"  # of the model itself in the omni models of transformers 5.17
     run = getattr(model.model if hasattr(model.model, name) else model, name)
     return sum(out.sum() for out in handed_on(run(*given, return_dict=True)))
+
+
+class Mixing(torch.nn.Module):
+    """A text model as Llama 3.2 Vision's: its layers look at the pictures themselves."""
+
+    def forward(self, input_ids: torch.Tensor, cross_attention_states: torch.Tensor | None = None) -> None:
+        """Nothing is computed."""
+
+
+def test_features_that_single_layers_read() -> None:
+    """Later stages, and ranks with a part of the tokens, would go on without them."""
+    granite, qwen = LLAVA_NEXT["granite4_vision"].build(), FAMILIES["qwen3_vl"].build()
+    assert find_uncarried(granite.get_decoder()) == ["deepstack_features"]
+    assert find_uncarried(Mixing()) == ["cross_attention_states"]
+    assert find_uncarried(qwen.get_decoder()) == []
+    assert find_cut_points(qwen) and resolve_context_plan(qwen, 1, 2)
+    with pytest.raises(ConfigError, match="Granite4VisionTextModel read deepstack_features"):
+        find_cut_points(granite)
+    with pytest.raises(ConfigError, match="Granite4VisionTextModel read deepstack_features"):
+        resolve_context_plan(granite, 1, 2)
 
 
 @pytest.mark.parametrize("name", WITH_MEDIA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
 from mindspeed_mm.fsdp.tools.flops_tool.units import CUTS, PATCHES
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA as MEDIA_TOKENS
 from tests.helpers.counted_flops import batched_product
+from tests.helpers.llava_next import LLAVA_NEXT
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.released import FLUX_1_DEV, WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, Folder, write_folder
@@ -50,7 +52,7 @@ OWN = {
     )
     for kind, rank in (("short", 20), ("whole", None))
 }
-ALL = FAMILIES | MORE | OWN
+ALL = FAMILIES | MORE | OWN | LLAVA_NEXT
 MEDIA = ("image", "image2", "video")
 
 
@@ -173,6 +175,29 @@ def test_linear_attention(name: str) -> None:
         if hasattr(net, "forget_gate"):  # K·Kᵀ and Q·Kᵀ with a decay for each channel: multiplied by elements
             expected += 3 * 2 * heads * 2 * 2 * TOKENS * CHUNK * key
     assert own == expected
+
+
+@pytest.mark.parametrize("name", LLAVA_NEXT)
+def test_tiles_that_fill_up_a_picture_are_not_counted(name: str) -> None:
+    """Two tiles of zeros behind each picture's own: the model leaves them out. What stands between tower and decoder
+    and mixes tokens by attention is told to be missing, not counted as if all tokens saw each other."""
+    model, batch = build(name), batch_of(name, ("image", "image2"))
+    pixels = batch["pixel_values"]
+    batch["pixel_values"] = torch.cat([pixels, torch.zeros_like(pixels)], dim=1)
+    count = count_flops(model, head_on_labels=False)
+    assert count is not None
+    between = ["multi_modal_projector"]
+    if name == "granite4_vision":
+        between = ["layerwise_projectors", "spatial_projectors"]
+        assert count.uncounted == tuple(f"model.{part}" for part in between)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        run_of(model, batch)()
+    theirs = counter.get_total_flops()
+    for path, flops in counter.get_flop_counts().items():
+        if re.fullmatch(rf"\w+\.model\.({'|'.join(between)})(\.\d)?", path):
+            theirs -= sum(flops.values())
+    found = count.by_module(count.lengths(batch))
+    assert theirs == sum(flops.full.forward for (module, _), flops in found.items() if "projector" not in module)
 
 
 def test_short_convolutions_and_flat_patches() -> None:

@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.distributed.context.generators import check_attention, check_tokens
 from mindspeed_mm.fsdp.distributed.context.towers import can_be_spread
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.towers import find_uncarried
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,13 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     decoder = find_decoder(model)
     if takes_share(model):
         return ContextPlan(ring, ulysses)
-    if problems := context_problems(attribute_at(decoder, "config")):
+    problems = context_problems(attribute_at(decoder, "config"))
+    if uncarried := find_uncarried(decoder):
+        what = (
+            f"layers of {type(decoder).__name__} read {', '.join(uncarried)}, of which ranks are not given their part"
+        )
+        problems.append(Problem(what, key=KEYS, way_out="Set both sizes to 1."))
+    if problems:
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
     spread = [name for name in towers if can_be_spread(model.get_submodule(name))]
     return ContextPlan(ring, ulysses, towers=tuple(spread))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.towers import find_uncarried
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, embedding_of, head_of, name_of
 
 KEY = "parallel.pipeline_parallel_size"
@@ -96,6 +97,12 @@ def _of_decoder(model: nn.Module) -> CutPoints | None:
             f"{type(decoder).__name__} holds {', '.join(strange)}, and it is not known which stage needs it",
             key=KEY,
             way_out="Set it to 1, or give the model class a get_cut_points().",
+        )
+    if uncarried := find_uncarried(decoder):
+        raise ConfigError(
+            f"layers of {type(decoder).__name__} read {', '.join(uncarried)}, which later stages are not given",
+            key=KEY,
+            way_out="Set it to 1; shard (fully_shard_parallel_size) or split matrices (tensor_parallel_size) instead.",
         )
     behind = [name_of(model, norm)]
     if head is not None:

@@ -68,6 +68,16 @@ def find_media_without_towers(model: nn.Module) -> list[str]:
     return keys
 
 
+_FEATURES_OF_LAYERS = re.compile(r"deepstack|cross_attention_states")
+
+
+def find_uncarried(decoder: nn.Module) -> list[str]:
+    """Arguments by which layers of a decoder behind its first one read what a tower saw, in a form that neither stages
+    nor shares of a sequence hand on: Granite 4 Vision's by numbers of layers, Llama 3.2 Vision's by attention."""
+    taken = inspect.signature(decoder.forward).parameters
+    return [name for name in taken if _FEATURES_OF_LAYERS.match(name) and name != "deepstack_visual_embeds"]
+
+
 def _lacks_encoder(model: nn.Module, kind: str) -> bool:
     """Whether the model says that it has no encoder of this kind: every size of Gemma 4 takes sounds in its forward
     pass, and only some sizes have an audio encoder."""

@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch, first_of
@@ -126,17 +128,33 @@ def _by_pixels(batch: Batch, patch: int) -> list[int]:
             found += [(height // patch) * (width // patch) for height, width in batch["image_sizes"].tolist()]
         else:
             *counts, _, height, width = shape
-            found += [(height // patch) * (width // patch)] * math.prod(counts)
+            pictures = math.prod(counts)
+            if name == "pixel_values" and len(counts) > 1:
+                pictures = _filled_tiles(batch[name])
+            found += [(height // patch) * (width // patch)] * pictures
     return found
+
+
+def _filled_tiles(pixels: torch.Tensor) -> int:
+    """Tiles of pictures (pictures, tiles, channels, height, width) without those of zeros, which fill up pictures of
+    fewer tiles and which models leave out (LLaVA-NeXT, Idefics3). Some places of each tile are looked at."""
+    height, width = pixels.shape[-2:]
+    places = pixels[..., :: max(1, height // 8), :: max(1, width // 8)]
+    tiles = (places != 0).flatten(2).any(dim=2).sum(dim=1)
+    # A picture that is black everywhere, where pixels are not normalised.
+    return int(tiles.where(tiles > 0, pixels.shape[1]).sum())
 
 
 def _handed_on(model: nn.Module, cuts: Sequence[int]) -> int:
     """Tokens that the decoder gets of so many patches, by the settings of towers that join neighbours: so many of each
-    picture (Gemma3), or squares of patches (InternVL, Idefics3, LFM2-VL)."""
+    picture (Gemma3), or squares of patches (InternVL, Idefics3, LFM2-VL, Granite 4 Vision)."""
     of_each = setting_of(model.config, int, "mm_tokens_per_image")
     if of_each is not None:
         return len(cuts) * of_each
     ratio = setting_of(model.config, float, "downsample_ratio")
+    rate = setting_of(model.config, str, "downsample_rate")
+    if rate is not None:  # Granite 4 Vision: "4/8" along each side
+        ratio = float(Fraction(rate))
     if ratio is not None:
         return round(sum(cuts) * ratio**2)
     return sum(cuts) // (side_of(model.config, "downsample_factor", "scale_factor") or 1) ** 2

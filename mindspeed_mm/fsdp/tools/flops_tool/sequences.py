@@ -138,6 +138,9 @@ class _DecoderParts:
     sound: SoundLengths | None
     of_latents: tuple[str, ...] = ()
     """Parts of the names of modules that latents of pictures go through, and no other tokens."""
+    mixing: tuple[str, ...] = ()
+    """Beginnings of the names of what stands between a vision tower and the decoder and has attention: its queries may
+    be of windows, and its keys patches (Granite 4 Vision), so its work is not known."""
     code_heads: str = ""
     """The list of heads of text and codebooks (`code_heads`); all but the first see places that codes follow."""
 
@@ -157,7 +160,7 @@ class _DecoderParts:
         if name.startswith(f"{FURTHER_TOKENS}.") or not self.decoder or _is_in(name, self.decoder):
             return units.TEXT
         has_towers = bool(self.hearing or self.seeing)
-        if not has_towers or not _BRIDGE.search(name):
+        if not has_towers or not _BRIDGE.search(name) or name.startswith(self.mixing):
             return ""
         if not self.seeing or _AUDIO.search(name):
             return units.SOUND_TOKENS
@@ -209,9 +212,30 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
     if of_latents and head_sequence == units.TEXT:
         head_sequence = f"{units.TEXT}+{units.LATENT_TOKENS}"  # it goes over all tokens
     towers = (tuple(seeing), tuple(hearing))
-    code_heads = setting_of(model, str, "code_heads") or ""
-    parts = _DecoderParts(head, head_sequence, _decoder_name(model), *towers, vision, sound, of_latents, code_heads)
+    parts = _DecoderParts(
+        head,
+        head_sequence,
+        _decoder_name(model),
+        *towers,
+        vision,
+        sound,
+        of_latents,
+        _mixing_bridges(model),
+        code_heads=setting_of(model, str, "code_heads") or "",
+    )
     return Sequences(parts.of, parts.lengths, sides=tuple(kinds), sound=sound)
+
+
+def _mixing_bridges(model: nn.Module) -> tuple[str, ...]:
+    """Beginnings of names, with the dot behind them, of what stands in front of a decoder and has attention."""
+    found: dict[str, None] = {}
+    for name, module in model.named_modules():
+        bridge = _BRIDGE.search(name)
+        if bridge is None or _AUDIO.search(name) or "Attention" not in type(module).__name__:
+            continue
+        rest = name[bridge.end() :].partition(".")[0]
+        found[f"{name[: bridge.end()]}{rest}."] = None
+    return tuple(found)
 
 
 def _of_talker(head: str, head_sequence: str) -> Sequences:
