@@ -137,6 +137,7 @@ class MxGroupedLinear:
         weight_GOI = weight
         if transposed:
             weight_GOI = weight.transpose(-2, -1)
+        # The kernels know no other type; of weights that are bf16 and lie so, neither call makes a copy.
         weight_GOI = weight_GOI.to(torch.bfloat16).contiguous()
         filled = FilledGroups.of(counts_G, len(rows_SI))
         outputs = self._product(
@@ -166,6 +167,7 @@ class FilledGroups(NamedTuple):
         """For groups of `counts_G` rows, which are `number` together."""
         filled_G = -(-counts_G.clamp(min=1) // GROUP_ROWS) * GROUP_ROWS
         ends_G = filled_G.cumsum(0)
+        # How much further back a group begins than without what fills those before it.
         moved_G = (ends_G - filled_G) - (counts_G.cumsum(0) - counts_G)
         places = torch.arange(number, device=counts_G.device)
         places = places + moved_G.repeat_interleave(counts_G, output_size=number)

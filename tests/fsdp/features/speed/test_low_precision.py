@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.ops import experts
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
+from mindspeed_mm.tasks.check import check
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import EP
@@ -313,6 +314,12 @@ def make(folder: Path) -> str:
     make_tiny_qwen3(folder / "model")
     make_rows(folder, images=(0,))
     return str(make_tiny_run(folder))
+
+
+def test_mm_check_says_what_has_no_effect(tmp_path: Path) -> None:
+    words = ["training.quantization_plan.recipe_name=rowwise", ON[1], TOGETHER]
+    (said,) = [warning for warning in check.run(Path(make(tmp_path)), words).warnings if "8 bits" in warning]
+    assert said.startswith("training.quantization_plan.fsdp_low_precision_all_gather_mode has no effect")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.fsdp.features.speed.low_precision import apply_low_precision
+from mindspeed_mm.fsdp.features.speed.mx_products import FilledGroups
 from mindspeed_mm.fsdp.ops import experts
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -224,6 +225,24 @@ def test_no_rows_at_all_are_a_gradient_of_zeros() -> None:
     assert outputs.shape == (0, OUT) and outputs.dtype == torch.float32
     of_rows, of_weight = torch.autograd.grad(outputs.sum(), [rows, weight])
     assert of_rows.shape == rows.shape and not of_weight.any() and of_weight.shape == weight.shape
+
+
+def test_groups_are_filled_up_with_zeros_and_none_is_empty() -> None:
+    """Kernels take groups of multiples of 128 rows, and on B200 give the weight of an empty one a gradient."""
+    filled = FilledGroups.of(torch.tensor(COUNTS), sum(COUNTS))
+    assert filled.ends_G.tolist() == [128, 256, 512, 640, 768] and filled.ends_G.dtype == torch.int32
+    assert filled.length >= 768 and filled.length % 128 == 0
+    begins = {0: 37, 256: 131, 512: 1, 640: 64}
+    places = [begin + row for begin, count in begins.items() for row in range(count)]
+    whole = torch.zeros(filled.length)
+    whole[places] = torch.arange(1.0, 1 + sum(COUNTS))
+    assert torch.equal(filled.rows(torch.arange(1.0, 1 + sum(COUNTS))), whole)
+
+
+@pytest.mark.parametrize("counts", [[128, 128], [129, 127], [1, 255], [0, 256], [0, 0]])
+def test_there_is_room_for_all_groups(counts: list[int]) -> None:
+    filled = FilledGroups.of(torch.tensor(counts), sum(counts))
+    assert int(filled.ends_G[-1]) <= filled.length
 
 
 # --- whole experts ----------------------------------------------------------------------------------------------------
