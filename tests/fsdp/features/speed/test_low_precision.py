@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.ops import experts
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
+from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 from mindspeed_mm.tasks.check import check
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
@@ -144,11 +145,16 @@ def test_experts_are_converted_where_a_plan_names_their_converter(
     assert expert_names(model) == [f"model.layers.{layer}.mlp.experts" for layer in layers]
     assert said in str(facts_of(model).noted(LowPrecision))
     assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_gradients_of_experts_are_near(mixture: Path) -> None:
+    """With the linear layers as they are: what is rounded before a router makes it choose others."""
+    model, plain = build_mixture(mixture), build_mixture(mixture)
+    apply_low_precision(model, plan("mxfp8", quant_converters=[EXPERTS]))
     found, exact = gradients(model), gradients(plain)
-    for name in exact:
-        if "experts" in name:
-            error = float((found[name] - exact[name]).norm() / exact[name].norm())
-            assert 1e-3 < error < 0.25
+    for name in (name for name in exact if "experts" in name):
+        error = float((found[name] - exact[name]).norm() / exact[name].norm())
+        assert 1e-2 < error < 0.25
 
 
 @pytest.mark.parametrize(
@@ -197,9 +203,7 @@ def test_experts_on_a_device_need_kernels_and_sizes_of_theirs(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_torchao_gathers_in_8_bits_what_recipes_say(recipe: str) -> None:
-    from torchao.float8 import Float8LinearConfig
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = load_torchao("float8", key="test").Float8LinearConfig.from_recipe_name(recipe)
     if RECIPES[recipe].gathers_low:
         assert replace(config, enable_fsdp_float8_all_gather=True).enable_fsdp_float8_all_gather
     else:

@@ -120,17 +120,17 @@ class Measured(NamedTuple):
 
 
 def uneven() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, weights and a gradient in bf16. Each product sums over numbers that differ by up to 10⁴ and weigh the same:
+    """Rows, weights and a gradient in bf16. Each product sums over numbers that differ by up to 10⁶ and weigh the same:
     scales matter, those of each expert and of each block, and what goes under is missed."""
     generator = torch.Generator().manual_seed(3)
 
     def spread(*shape: int) -> torch.Tensor:
-        return 10 ** (4 * torch.rand(*shape, generator=generator) - 2)
+        return 10 ** (6 * torch.rand(*shape, generator=generator) - 3)
 
     rows, wide, out, number = spread(sum(COUNTS), 1), spread(1, WIDE), spread(1, OUT), spread(NUMBER, 1, 1)
     factors = rows * wide, number * out.T / wide, 1 / (rows * out)
-    made = [factor * torch.randn(factor.shape, generator=generator) for factor in factors]
-    return made[0].bfloat16(), made[1].bfloat16(), made[2].bfloat16()
+    made = [(factor * torch.randn(factor.shape, generator=generator)).bfloat16() for factor in factors]
+    return made[0], made[1], made[2]
 
 
 def plan(**settings: object) -> QuantizationPlan:
@@ -176,7 +176,7 @@ def errors(found: Measured, reference: Measured) -> Iterator[float]:
     of_experts = zip(found.of_weight, reference.of_weight, strict=True)
     pairs = [*zip(found.outputs.split(COUNTS), reference.outputs.split(COUNTS), strict=True)]
     pairs += [*zip(found.of_rows.split(COUNTS), reference.of_rows.split(COUNTS), strict=True), *of_experts]
-    for one, other in pairs:
+    for one, other in ((one.detach(), other.detach()) for one, other in pairs):
         if other.any():
             yield float((one.double() - other.double()).norm() / other.double().norm())
         else:
