@@ -36,7 +36,8 @@ Settings = Mapping[str, object]
 
 
 class MxOptions(NamedTuple):
-    """What torchao is told."""
+    """Kernels (the device's or emulated), how scales are found, and whether the gradient of a weight is a product of
+    plain numbers: torchao's own values of the first two."""
 
     kernels: object
     scales: object

@@ -118,6 +118,14 @@ def build_mixture(folder: Path) -> Any:
 
 EXPERTS = "quantize.moe.mx"
 BOTH = ["quantize.linear.mx", EXPERTS]
+OF_MINDSPEED_MM = {
+    "apply_modules": ["model.layers.{*}"],
+    "ignored_modules": ["*lm_head", "*gate"],
+    "quant_converters": BOTH,
+    "enable_fsdp_low_precision_all_gather": True,
+    "fsdp_low_precision_all_gather_mode": "on-demand",
+}
+"""As its file for a mixture of experts."""
 
 
 def expert_names(model: nn.Module) -> list[str]:
@@ -133,6 +141,7 @@ def expert_names(model: nn.Module) -> list[str]:
         ({"quant_converters": [EXPERTS]}, 0, [0, 1], "mxfp8, 0 linear layers, 2 layers of experts"),
         ({"quant_converters": BOTH, "ignored_modules": ["*.1.mlp.experts"]}, 8, [0], "1 layers of experts"),
         ({"quant_converters": BOTH, "apply_modules": ["model.layers.1"]}, 4, [1], "1 layers of experts"),
+        (OF_MINDSPEED_MM, 8, [0, 1], "mxfp8, 8 linear layers, 2 layers of experts"),
         ({}, 8, [], "mxfp8, 8 linear layers, weights gathered in the"),
     ],
 )
