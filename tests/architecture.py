@@ -91,7 +91,6 @@ KEPT_APART = {
         "fsdp.models.kimi_k3.tiktoken_file",
         "fsdp.loss.reward_pairs",
         "fsdp.models.mimov2_5.audio_codes",
-        "fsdp.ops.grouped_matmul",
         "fsdp.sampling.speech.talking",
         "fsdp.tools.intervals",
     ),

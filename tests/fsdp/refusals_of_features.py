@@ -10,6 +10,11 @@ SLICES = ("features.enable_chunk_mbs=true", "training.micro_batch_size=4")
 COMPILE = ("features.compile=true", "features.compile_plan.backend=eager")
 LOW, LOSS, FSDP = "training.quantization_plan", "features.loss_cfg", "parallel.fsdp_plan"
 TENSORWISE = f"{LOW}.recipe_name=tensorwise"
+MX_EXPERTS = (
+    f"{LOW}.recipe_name=mxfp8",
+    f"{LOW}.quant_converters=[quantize.linear.mx, quantize.moe.mx]",
+    f"{LOW}.extra_args={{emulate: true}}",
+)
 LIST = "model.language_model.layers"
 
 FEATURES = (
@@ -214,6 +219,14 @@ LOW_PRECISION = (
         (TENSORWISE, f"{LOW}.quant_converters=[conv]"),
         "there is no converter 'conv'",
         f"{LOW}.quant_converters",
+    ),
+    Refusal("experts of a dense model", MX_EXPERTS, "has no experts in fused parameters", f"{LOW}.quant_converters"),
+    Refusal(
+        "experts whose sides fill no blocks",
+        MX_EXPERTS,
+        "take multiples of 32",
+        f"{LOW}.quant_converters",
+        base="moe",
     ),
     Refusal(
         "no such setting",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
+from mindspeed_mm.fsdp.ops.grouped_matmul import GroupedLinear, grouped_linear
 from mindspeed_mm.fsdp.ops.host_values import outside_graphs
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 EXPERTS_NAME = "mm_experts"
 """Our name in transformers' registry."""
 _FORWARD = "_mm_experts"
+_PRODUCT = "_mm_grouped_linear"
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -95,17 +96,19 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def run_experts(module: ExpertModule, weights: Weights, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """What experts make of rows that are sorted by expert.
+    """What experts make of rows that are sorted by expert. Whoever spreads experts over ranks comes here: their grouped
+    products are computed nowhere else.
 
     Args:
-        module: Says how weights lie and how the gate works.
+        module: Says how weights lie, how the gate works, and what computes its products (`use_grouped_linear`).
         weights: Of as many experts as `counts_E` has entries.
         rows_SH: The rows of the first expert, then those of the second, …
         counts_E: Rows of each expert.
     """
-    inner = grouped_linear(rows_SH, weights.up, counts_E, weights.up_bias, transposed=module.is_transposed)
+    product: GroupedLinear = getattr(module, _PRODUCT, grouped_linear)
+    inner = product(rows_SH, weights.up, counts_E, weights.up_bias, transposed=module.is_transposed)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outputs = grouped_linear(inner, weights.down, counts_E, weights.down_bias, transposed=module.is_transposed)
+    outputs = product(inner, weights.down, counts_E, weights.down_bias, transposed=module.is_transposed)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
     return outputs
@@ -282,3 +285,8 @@ def use_own_experts(module: Any, forward: ExpertsForward | None = None) -> None:
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)
     module.config._experts_implementation = EXPERTS_NAME
     setattr(module, _FORWARD, forward or _PLAIN)
+
+
+def use_grouped_linear(module: nn.Module, product: GroupedLinear) -> None:
+    """Let a module of `fused_experts` that is computed by our implementation take another grouped product."""
+    setattr(module, _PRODUCT, product)

@@ -8,6 +8,7 @@ rows there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,22 @@ _KERNEL_DTYPES = {
 }
 _ALIGNMENT_BYTES = 16
 """What the kernels want rows of a matrix to begin at."""
+
+
+class GroupedLinear(Protocol):
+    """A linear layer for each group of rows: `grouped_linear`, or what computes the same in another format."""
+
+    def __call__(
+        self,
+        rows_SI: torch.Tensor,
+        weight: torch.Tensor,
+        counts_G: torch.Tensor,
+        bias_GO: torch.Tensor | None = None,
+        *,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        """(S, out), in the dtype of the weight. Arguments as of `grouped_linear`."""
+        ...
 
 
 def grouped_linear(
@@ -50,9 +67,14 @@ def grouped_linear(
         outputs_SO = _contiguous_gradient(F.grouped_mm(rows_SI, weight_GIO, offs=offsets_G))
     else:
         outputs_SO = _by_loop(rows_SI, weight_GIO, counts_G)
+    return with_bias(outputs_SO, counts_G, bias_GO)
+
+
+def with_bias(outputs_SO: torch.Tensor, counts_G: torch.Tensor, bias_GO: torch.Tensor | None) -> torch.Tensor:
+    """(S, out): outputs of groups, each with its own row of `bias_GO` added where there is one."""
     if bias_GO is None:
         return outputs_SO
-    return outputs_SO + bias_GO.repeat_interleave(counts_G, dim=0, output_size=len(rows_SI))
+    return outputs_SO + bias_GO.repeat_interleave(counts_G, dim=0, output_size=len(outputs_SO))
 
 
 def has_kernel(rows_SI: torch.Tensor, weight: torch.Tensor) -> bool:

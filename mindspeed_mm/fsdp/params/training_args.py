@@ -98,11 +98,13 @@ class QuantizationPlan(Section):
     ignored_modules: Patterns = ()
     """Patterns of the modules that are not quantised."""
     quant_converters: Names = ()
-    """Names of the converters that replace modules."""
+    """What is converted: `linear` (also `quantize.linear.float8`, `quantize.linear.mx`) for linear layers, which is all
+    when nothing is given, and `quantize.moe.mx` for the grouped products of fused experts, with mxfp8."""
     extra_args: JsonObject = Field(default_factory=dict)
     """Additional settings that the recipe accepts."""
     enable_fsdp_low_precision_all_gather: Flag = True
-    """Gather sharded parameters in the low precision."""
+    """Gather sharded parameters in the low precision. With the recipe `tensorwise` alone; others gather them in the
+    plan's type."""
     fsdp_low_precision_all_gather_mode: Literal["on-demand", "all"] = "on-demand"
     """When parameters are gathered in the low precision: on demand, or all at once after the update."""
 

@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, distribute_inputs, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
+from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.method_checks import (
     check_distilled_generator,
@@ -125,6 +126,8 @@ def resolve_plan(
     idle = IdlePlan(tuple(spec.towers), must_agree)
     if idle.must_agree:
         parallel = replace(parallel, warnings=(*parallel.warnings, _must_agree(model, idle.must_agree)))
+    if low := facts_of(model).noted(LowPrecision):
+        parallel = replace(parallel, warnings=(*parallel.warnings, *low.warnings))
     numbers = 0
     if parallel.stages is not None and arguments.features.loss_cfg.router_aux_loss_coef:
         numbers = router_numbers(model)

@@ -1,4 +1,5 @@
-"""Linear layers whose matrix products run in 8-bit floats, forward and backward, by torchao (`quantization_plan`).
+"""Linear layers and fused experts whose matrix products run in 8-bit floats, forward and backward, by torchao
+(`quantization_plan`).
 
 Weights stay in the masters' type, and so do optimizer states and checkpoints: what is rounded are the operands of each
 product, with scales found anew each time (Micikevicius et al. 2022, arXiv:2209.05433; microscaling formats:
@@ -7,7 +8,7 @@ Rouhani et al. 2023, arXiv:2310.10537). No parameter changes its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,16 +18,22 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.features.speed.mx_products import (
+    BLOCK,
+    EMULATE,
+    GROUP_ROWS,
+    SCALES,
+    convert_experts,
+    convert_linears,
+)
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.experts import fused_experts
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, head_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all, head_of
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 SECTION = "training.quantization_plan"
-EMULATE = "emulate"
-"""The setting of `extra_args` that does the same arithmetic without the device's instructions."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +48,30 @@ class Recipe:
     """Whether weights can be gathered in 8 bits."""
     settings: tuple[str, ...]
     """Keys of `extra_args` that the recipe takes."""
+    of_experts: bool = False
+    """Whether there are grouped products of the kind."""
 
 
 _FLOAT8 = ("pad_inner_dim", "round_scales_to_power_of_2", EMULATE)
 _MX = ("wgrad_with_hp", "scale_calculation_mode", "block_size", EMULATE)
-_BLOCK = 32
-"""Numbers that share a scale: the format's one size."""
 RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe((8, 9), 16, True, _FLOAT8),
     "rowwise": Recipe((8, 9), 16, False, _FLOAT8),
     "rowwise_with_gw_hp": Recipe((8, 9), 16, False, _FLOAT8),
-    "mxfp8": Recipe((10, 0), _BLOCK, False, _MX),
+    "mxfp8": Recipe((10, 0), BLOCK, False, _MX, of_experts=True),
 }
 ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "mx": "mxfp8"}
 CONVERTERS = ("linear", "quantize.linear.float8", "quantize.linear.mx")
-"""Names for the one thing that is converted: linear layers."""
+"""Names for linear layers, which are converted where no converter is named, too."""
 EXPERT_CONVERTERS = ("quantize.moe.mx",)
-"""Names for grouped products of experts, which are computed in the plan's type: taken beside those of linear layers."""
+"""Names for the grouped products of fused experts."""
+_CONVERTERS_KEY = f"{SECTION}.quant_converters"
 
 _SHOWN = 4
 """Layers that the log names."""
 
 Linears = dict[str, nn.Linear]
+Experts = dict[str, nn.Module]
 
 
 @dataclass(frozen=True)
@@ -71,13 +80,21 @@ class LowPrecision:
 
     recipe: str
     layers: int
+    """Linear ones."""
+    experts: int
+    """Layers of fused experts."""
     left: tuple[str, ...]
     """What is asked for and left out, with the reason."""
     gathers_low: bool
+    warnings: tuple[str, ...] = ()
+    """What is asked for and has no effect."""
 
     def __str__(self) -> str:
         gathered = "8 bits" if self.gathers_low else "the plan's type"
-        described = f"{self.recipe}, {self.layers} linear layers, weights gathered in {gathered}"
+        parts = [f"{self.recipe}, {self.layers} linear layers"]
+        if self.experts:
+            parts.append(f"{self.experts} layers of experts")
+        described = f"{', '.join(parts)}, weights gathered in {gathered}"
         if self.left:
             described += f"; left as they are: {', '.join(self.left[:_SHOWN])}"
         if len(self.left) > _SHOWN:
@@ -86,29 +103,47 @@ class LowPrecision:
 
 
 def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None:
-    """Let linear layers compute in 8 bits, in place; nothing without a plan. `facts_of(model)` says what was done.
+    """Let linear layers and experts compute in 8 bits, in place; nothing without a plan. `facts_of(model)` says what
+    was done.
 
     Args:
         model: Whole, before it is split or sharded; adapters are refused by the rules of the configuration.
         plan: `training.quantization_plan`.
 
     Raises:
-        ConfigError: An unknown recipe, converter or setting; a pattern that matches no linear layer; a layer whose
-            sizes the instructions do not take.
-        MachineError: The device has no such instructions, or torchao is not installed.
+        ConfigError: An unknown recipe, converter or setting; a pattern that matches nothing that is converted; sizes
+            that the instructions do not take; experts that no grouped product computes.
+        MachineError: The device has no such instructions, or torchao or its kernels are not installed.
     """
     if plan is None or plan.recipe_name is None:
         return
     name, recipe = check_plan(plan)
-    linears, left = linears_of(model, plan, recipe)
+    chosen = choose_layers(model, plan, recipe)
     gathers_low = recipe.gathers_low and plan.enable_fsdp_low_precision_all_gather
-    if set(plan.quant_converters) & set(EXPERT_CONVERTERS):
-        left = ("grouped products of experts (not converted)", *left)
     if name == "mxfp8":
-        _convert_to_mx(linears, plan.extra_args)
+        convert_linears(chosen.linears, plan.extra_args, key=SECTION)
+        if chosen.experts:
+            convert_experts(chosen.experts, plan.extra_args, key=_CONVERTERS_KEY)
     else:
-        _convert_to_float8(model, linears, name, plan.extra_args, gathers_low=gathers_low)
-    facts_of(model).note(LowPrecision(name, len(linears), left, gathers_low))
+        _convert_to_float8(model, chosen.linears, name, plan.extra_args, gathers_low=gathers_low)
+    counts, warnings = (len(chosen.linears), len(chosen.experts)), tuple(_without_effect(plan, name, recipe))
+    facts_of(model).note(LowPrecision(name, *counts, chosen.left, gathers_low, warnings))
+
+
+def _without_effect(plan: QuantizationPlan, name: str, recipe: Recipe) -> Iterator[str]:
+    """Sentences about keys that somebody wrote to have weights gathered in 8 bits, which torchao does with one scale
+    for a whole weight alone. MindSpeed-MM's own files write them beside mxfp8: such a plan is no error."""
+    asked = {
+        "enable_fsdp_low_precision_all_gather": plan.enable_fsdp_low_precision_all_gather,
+        "fsdp_low_precision_all_gather_mode": plan.fsdp_low_precision_all_gather_mode == "all",
+    }
+    able = [other for other, its in RECIPES.items() if its.gathers_low]
+    for key, is_asked in asked.items():
+        if is_asked and key in plan.model_fields_set and not recipe.gathers_low:
+            yield (
+                f"{SECTION}.{key} has no effect: torchao gathers weights in 8 bits with {', '.join(able)}, and the "
+                f"recipe is {name}. They are gathered in the plan's type"
+            )
 
 
 def scales_after_update(model: nn.Module, plan: QuantizationPlan | None) -> bool:
@@ -140,29 +175,53 @@ def check_plan(plan: QuantizationPlan) -> tuple[str, Recipe]:
             way_out=f"{did_you_mean(asked, known)}There are {', '.join(known)}.",
         )
     recipe = RECIPES[name]
-    of_linears = set(plan.quant_converters) & set(CONVERTERS)
+    _check_converters(plan, name, recipe)
+    _check_settings(plan, name, recipe)
+    _check_device(asked, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
+    return name, recipe
+
+
+def _check_converters(plan: QuantizationPlan, name: str, recipe: Recipe) -> None:
     for converter in plan.quant_converters:
-        if converter not in CONVERTERS and not (converter in EXPERT_CONVERTERS and of_linears):
+        known = (*CONVERTERS, *EXPERT_CONVERTERS)
+        if converter not in known:
             raise ConfigError(
                 f"there is no converter '{converter}'",
-                key=f"{SECTION}.quant_converters",
-                way_out=f"Linear layers are converted ({', '.join(CONVERTERS)}); leave it out.",
+                key=_CONVERTERS_KEY,
+                way_out=f"{did_you_mean(converter, known)}Linear layers are converted ({', '.join(CONVERTERS)}), and "
+                f"fused experts ({', '.join(EXPERT_CONVERTERS)}).",
             )
+        if converter in EXPERT_CONVERTERS and not recipe.of_experts:
+            able = [other for other, its in RECIPES.items() if its.of_experts]
+            raise ConfigError(
+                f"'{converter}' has no products of experts with the recipe '{name}'",
+                key=_CONVERTERS_KEY,
+                way_out=f"Set {SECTION}.recipe_name: {', '.join(able)}, or leave it out.",
+            )
+
+
+def _check_settings(plan: QuantizationPlan, name: str, recipe: Recipe) -> None:
+    key = f"{SECTION}.extra_args"
     for setting in plan.extra_args:
         if setting not in recipe.settings:
             raise ConfigError(
                 f"'{name}' has no setting '{setting}'",
-                key=f"{SECTION}.extra_args",
+                key=key,
                 way_out=f"{did_you_mean(setting, recipe.settings)}It has {', '.join(recipe.settings)}.",
             )
-    if plan.extra_args.get("block_size", _BLOCK) != _BLOCK:
+    if plan.extra_args.get("block_size", BLOCK) != BLOCK:
         raise ConfigError(
-            f"{plan.extra_args['block_size']}: blocks of '{name}' are {_BLOCK} numbers",
-            key=f"{SECTION}.extra_args.block_size",
+            f"{plan.extra_args['block_size']}: blocks of '{name}' are {BLOCK} numbers",
+            key=f"{key}.block_size",
             way_out="Leave it out.",
         )
-    _check_device(asked, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
-    return name, recipe
+    scales = str(plan.extra_args.get("scale_calculation_mode", SCALES[0]))
+    if scales.lower() not in SCALES:
+        raise ConfigError(
+            f"the kernels of '{name}' know no scales by '{scales}'",
+            key=f"{key}.scale_calculation_mode",
+            way_out=f"There are {', '.join(SCALES)}.",
+        )
 
 
 def _check_device(name: str, recipe: Recipe, *, emulate: bool) -> None:
@@ -183,40 +242,72 @@ def _check_device(name: str, recipe: Recipe, *, emulate: bool) -> None:
         )
 
 
-def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tuple[Linears, tuple[str, ...]]:
-    """The layers that a plan converts, and those that it leaves out by itself.
+# --- what is chosen ---------------------------------------------------------------------------------------------------
 
-    Without patterns: every linear layer but output heads, and those whose sizes do not fit. Patterns name linear
-    layers, which must fit, or modules that hold some, of which those that fit are taken.
+
+@dataclass(frozen=True)
+class Chosen:
+    """The layers that a plan converts, by name."""
+
+    linears: Linears
+    experts: Experts
+    left: tuple[str, ...]
+    """Linear layers that it leaves out by itself, with the reason."""
+
+
+def choose_layers(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> Chosen:
+    """What a plan converts in a model.
+
+    Without patterns: every linear layer but output heads, and those whose sizes do not fit; and all fused experts, if
+    their converter is named. Patterns name such layers, which must fit, or modules that hold some, of which those
+    linear layers that fit and all experts are taken.
 
     Raises:
-        ConfigError: A pattern names a layer that does not fit or nothing at all, or no layer is left.
+        ConfigError: A pattern names a layer that does not fit or nothing at all, no layer is left, or experts are to be
+            converted that cannot be.
     """
     modules = dict(model.named_modules())
-    linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
-    ignored = _named_linears(plan.ignored_modules, list(modules), linears, "ignored_modules")
-    unfit = {name for name, linear in linears.items() if not _fits(linear, recipe)}
-    chosen, head = set(linears), head_of(model)
+    converters = set(plan.quant_converters)
+    linears: Linears = {}
+    if not converters or converters & set(CONVERTERS):
+        linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
+    experts: Experts = {}
+    if converters & set(EXPERT_CONVERTERS):
+        experts = fused_experts(model)
+    names, layers = list(modules), {*linears, *experts}
+    ignored = _named_layers(plan.ignored_modules, names, layers, "ignored_modules")
+    chosen, head = layers, head_of(model)
     if plan.apply_modules:
-        chosen, head = _named_linears(plan.apply_modules, list(modules), linears, "apply_modules"), None
-        _check_named(plan.apply_modules, chosen & unfit - ignored, linears, recipe)
+        chosen, head = _named_layers(plan.apply_modules, names, layers, "apply_modules"), None
+    chosen = chosen - ignored
+    kept, left = _fitting_linears({name: linears[name] for name in linears if name in chosen}, head, plan, recipe)
+    if converters & set(EXPERT_CONVERTERS):
+        experts = {name: module for name, module in experts.items() if name in chosen}
+        _check_experts(model, experts, emulate=bool(plan.extra_args.get(EMULATE)))
+    elif not kept:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layer to convert",
+            key=f"{SECTION}.apply_modules",
+            way_out="Name some, or leave the plan out.",
+        )
+    return Chosen(kept, experts, left)
+
+
+def _fitting_linears(
+    chosen: Linears, head: nn.Module | None, plan: QuantizationPlan, recipe: Recipe
+) -> tuple[Linears, tuple[str, ...]]:
+    """Those of the chosen ones that are converted, and those that are left out."""
+    unfit = {name for name, linear in chosen.items() if not _fits(linear, recipe)}
+    _check_named(plan.apply_modules, unfit, chosen, recipe)
     kept: Linears = {}
     left = []
-    for name, linear in linears.items():
-        if name not in chosen or name in ignored:
-            continue
+    for name, linear in chosen.items():
         if name in unfit:
             left.append(f"{name} (not a multiple of {recipe.multiple})")
         elif linear is head:
             left.append(f"{name} (the output head)")
         else:
             kept[name] = linear
-    if not kept:
-        raise ConfigError(
-            f"{type(model).__name__} has no linear layer to convert",
-            key=f"{SECTION}.apply_modules",
-            way_out="Name some, or leave the plan out.",
-        )
     return kept, tuple(left)
 
 
@@ -238,15 +329,42 @@ def _check_named(patterns: tuple[str, ...], unfit: set[str], linears: Linears, r
             )
 
 
-def _named_linears(patterns: tuple[str, ...], names: list[str], linears: Linears, key: str) -> set[str]:
-    """Linear layers that patterns name, or whose holder they name."""
+def _check_experts(model: nn.Module, experts: Experts, *, emulate: bool) -> None:
+    """Raise for experts that no grouped product of ours computes, or whose sizes its kernels do not take."""
+    way_out = f"Leave {', '.join(EXPERT_CONVERTERS)} out."
+    if not experts:
+        what = "has no experts in fused parameters behind transformers' interface"
+        if fused_experts(model):
+            what = "has fused experts, but the patterns of the plan take none of them"
+        raise ConfigError(f"{type(model).__name__} {what}", key=_CONVERTERS_KEY, way_out=way_out)
+    multiple = BLOCK
+    if not emulate:
+        multiple = GROUP_ROWS
+    for name, module in experts.items():
+        if has_all(module, "ep_forward"):
+            what = f"'{name}' has a forward of its own (ep_forward), which computes its products itself"
+            raise ConfigError(what, key=_CONVERTERS_KEY, way_out=way_out)
+        for inner, parameter in module.named_parameters(name, recurse=False):
+            if parameter.dim() == 3 and any(size % multiple for size in parameter.shape[1:]):
+                raise ConfigError(
+                    f"'{inner}' holds weights of {' × '.join(map(str, parameter.shape[1:]))}, and the instructions "
+                    f"take multiples of {multiple}",
+                    key=_CONVERTERS_KEY,
+                    way_out=f"Add '{name}' to {SECTION}.ignored_modules, or leave the converter out.",
+                )
+
+
+def _named_layers(patterns: tuple[str, ...], names: list[str], layers: Collection[str], key: str) -> set[str]:
+    """Layers that patterns name, or whose holder they name."""
     if not patterns:
         return set()
     matched = resolve_patterns(patterns, names, key=f"{SECTION}.{key}")
-    found = {name for name in linears if is_inside(name, matched)}
+    found = {name for name in layers if is_inside(name, matched)}
     if not found:
         raise ConfigError(
-            f"'{matched[0]}' holds no linear layer", key=f"{SECTION}.{key}", way_out="Name modules that hold some."
+            f"'{matched[0]}' holds no linear layer, and no experts that are converted",
+            key=f"{SECTION}.{key}",
+            way_out="Name modules that hold some.",
         )
     return found
 
@@ -267,41 +385,6 @@ def _convert_to_float8(
         model.get_submodule(name).weight.requires_grad_(requires_grad)
     if gathers_low:
         model.register_state_dict_post_hook(_plain_weights)
-
-
-def _convert_to_mx(linears: Linears, settings: Mapping[str, object]) -> None:
-    """Forward on the instance: torchao's own conversion replaces the parameters by tensors that lose the bias."""
-    product = load_torchao("prototype.moe_training.mxfp8_linear", key=SECTION)._to_mxfp8_then_scaled_mm
-    formats = load_torchao("prototype.mx_formats.config", key=SECTION)
-    kernels = load_torchao("quantization.quantize_.common.kernel_preference", key=SECTION).KernelPreference
-    preference = kernels.EMULATED if settings.get(EMULATE) else kernels.AUTO
-    mode = formats.ScaleCalculationMode[str(settings.get("scale_calculation_mode", "rceil")).upper()]
-    options = (preference, mode, bool(settings.get("wgrad_with_hp", False)))
-    for module in linears.values():
-        replace_forward(module, ForwardKind.LOW_PRECISION, MxForward(module, product, options))
-
-
-class MxForward:
-    """The forward pass of a linear layer whose products are microscaled.
-
-    Args:
-        module: The layer.
-        product: torchao's, `(input, weight, *options)`.
-        options: Kernels, rounding of scales, and whether the gradient of the weight stays exact.
-    """
-
-    def __init__(self, module: nn.Module, product: Callable[..., torch.Tensor], options: tuple[object, ...]) -> None:
-        self._module, self._product, self._options = module, product, options
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, out) of (…, in). Rows are filled up to blocks of 32: the gradient of the weight sums over them."""
-        rows = input.reshape(-1, input.shape[-1])
-        filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
-        output = self._product(filled, self._module.weight, *self._options)[: len(rows)]
-        output = output.reshape(*input.shape[:-1], output.shape[-1])
-        if self._module.bias is not None:
-            output = output + self._module.bias.to(output.dtype)
-        return output
 
 
 def _plain_weights(_module: nn.Module, state: dict[str, object], _prefix: str, _metadata: object) -> None:
