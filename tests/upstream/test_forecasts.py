@@ -68,7 +68,8 @@ SCRIPTS = {
     "opensoraplan1.5/pretrain.sh": Release("opensoraplan", "LanguageBind/Open-Sora-Plan-v1.5.0"),
     "stepvideo/t2v/pretrain_t2v.sh": Release("stepvideo", "stepfun-ai/stepvideo-t2v"),
 }
-"""Script of flags → what it trains. All 48 layers of Step-Video are forecast; its model.json has 24."""
+"""Script of flags → what it trains. Step-Video is forecast with all 48 layers, of which its model.json has 24, and on
+clips of 102 frames, where its features are of 136."""
 TOO_LARGE = {
     "mimov2_5/mimov2_5_config": "its script says that only a model of fewer layers was tried on one host",
 }
