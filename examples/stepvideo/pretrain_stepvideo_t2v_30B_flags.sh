@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Step-Video-T2V by Megatron-style flags (docs/provider.md), on the 64 devices of 8 hosts:
+# Step-Video-T2V by Megatron-style flags (docs/provider.md), on the 64 devices of 8 hosts, 64 GB each:
 # weights, gradients and optimizer states in shards.
 # Further flags win over those below:
 #   bash examples/stepvideo/pretrain_stepvideo_t2v_30B_flags.sh --lr 5e-6

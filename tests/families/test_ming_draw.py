@@ -328,14 +328,21 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
     return load_file(model / "transformer/diffusion_pytorch_model.safetensors")
 
 
-def test_adapters_train_and_are_applied(made: Path, tmp_path: Path) -> None:
-    """A LoRA that is resumed is that of the whole run; merged, it changes attentions alone, and draws the same."""
+@pytest.mark.slow
+def test_adapters_go_on(made: Path, tmp_path: Path) -> None:
+    """A LoRA of two steps is that of one step, resumed."""
     yaml = make_run(tmp_path, "t2i", made)
     train(yaml, tmp_path / "whole", *LORA)
-    train(yaml, tmp_path / "run", *LORA, "training.train_iters=1")
+    train(yaml, tmp_path / "parts", *LORA, "training.train_iters=1")
+    train(yaml, tmp_path / "parts", *LORA)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert differing(tensors(tmp_path / "parts"), tensors(tmp_path / "whole")) == []
+
+
+def test_adapters_train_and_are_applied(made: Path, tmp_path: Path) -> None:
+    """A LoRA changes attentions alone, and draws the same when it is merged."""
+    yaml = make_run(tmp_path, "t2i", made)
     train(yaml, tmp_path / "run", *LORA)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert differing(tensors(tmp_path / "run"), tensors(tmp_path / "whole")) == []
     for words in (("export", tmp_path / "run", tmp_path / "lora"),
                   ("merge", made, tmp_path / "lora", "--out", tmp_path / "merged")):  # fmt: skip
         said = mm(*words)

@@ -149,12 +149,12 @@ def test_times_are_shifted_logit_normal_and_differ_by_picture_and_epoch(run: Pat
     _, objective = double_model(run)
     dataset = built_rows(run)
     times = []
-    for epoch in range(150):
+    for epoch in range(60):
         prepared = objective.prepare(dataset.build_collator(CollateParam())([dataset.item(3, epoch)]))
         drawn = dict.fromkeys(prepared["latent_times"].tolist())
         assert drawn.pop(0.0, "missing") is None and len(drawn) == 2
         times += drawn
-    assert len(set(times)) == 300
+    assert len(set(times)) == 120
     assert abs(float(np.median(times)) - 2 / 3) < 0.05
     again = objective.prepare(batch_of(dataset, 3), training=False)
     assert torch.equal(again["latent_tokens"], objective.prepare(batch_of(dataset, 1, 3))["latent_tokens"])
@@ -270,7 +270,8 @@ def whole_steps(yaml: str) -> Any:
 
 
 def test_packed_rows_are_the_same(run: Path) -> None:
-    compare_steps(whole_steps(str(run)), steps_of(str(run), [], packs=True), 1e-8)
+    one = ["training.train_iters=1"]
+    compare_steps(steps_of(str(run), one), steps_of(str(run), one, packs=True), 1e-8)
 
 
 @pytest.mark.slow

@@ -290,7 +290,8 @@ def whole_steps(yaml: str) -> Any:
 
 
 def test_packed_rows_are_the_same(run: Path) -> None:
-    compare_steps(whole_steps(str(run)), steps_of(str(run), [], packs=True), 1e-8)
+    one = ["training.train_iters=1"]
+    compare_steps(steps_of(str(run), one), steps_of(str(run), one, packs=True), 1e-8)
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ SAME_NAME = (
     *("visual.merger.mlp.0.weight", "visual.blocks.1.attn.sinks", "visual.patch_embed.proj.weight"),
     *("speech_embeddings.0.weight", "audio_encoder.projection.mlp.0.weight", "model.layers.1.mlp.gate.weight"),
 )
-IN_ORDER = "data.dataloader_param.shuffle=false"
+FIRST = (*AHEAD, "data.dataloader_param.shuffle=false", "training.train_iters=1")
 
 
 @contextmanager
@@ -100,15 +100,20 @@ def embeddings_not_ahead() -> Iterator[None]:
 def test_losses_of_further_tokens_equal_the_formulas(yamls: dict[str, str]) -> None:
     with keeping_double():
         expected, w = step_by_hand(yamls["step"])
-        step = train_steps(yamls["step"], overrides(1, 1, *AHEAD, IN_ORDER))[0]
-        with embeddings_not_ahead():
-            shifted = train_steps(yamls["step"], overrides(1, 1, *AHEAD, IN_ORDER))[0]
+        (step,) = train_steps(yamls["step"], overrides(1, 1, *FIRST))
     assert abs(float(step["loss"] - expected)) < 1e-9
-    assert abs(float(shifted["loss"] - expected)) > 1e-4
     ours = {name: name for name in SAME_NAME}
     ours |= {f"model.mtp.layers.{n}.eh_proj.weight": f"mtp.layers.{n}.eh_proj.weight" for n in range(FURTHER)}
     for theirs, name in ours.items():
         torch.testing.assert_close(step["gradients"][name], w[theirs].grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_further_tokens_that_read_their_own_embedding_are_found(yamls: dict[str, str]) -> None:
+    with keeping_double(), embeddings_not_ahead():
+        expected, _ = step_by_hand(yamls["step"])
+        (shifted,) = train_steps(yamls["step"], overrides(1, 1, *FIRST))
+    assert abs(float(shifted["loss"] - expected)) > 1e-4
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -284,10 +284,16 @@ def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(tmp_path: 
 @pytest.mark.slow
 def test_peak_of_pictures_with_whole_towers(tmp_path: Path) -> None:
     words = (TP, "parallel.encoder_plan.tensor_parallel_size=1")
-    run_ranks(2, _two_ranks_of_pictures, str(make_tiny_run(tmp_path)), words)
+    run_ranks(2, _two_tensor_ranks, str(make_tiny_run(tmp_path)), words)
 
 
-def _two_ranks_of_pictures(yaml: str, words: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_peak_where_ranks_gather_the_logits(text: Path) -> None:
+    """The model's own loss takes all of them."""
+    run_ranks(2, _two_tensor_ranks, str(text), (TP, "features.loss_cfg.loss_type=raw"))
+
+
+def _two_tensor_ranks(yaml: str, words: tuple[str, ...]) -> None:
     real = measured(Path(yaml), words)
     predicted = forecast(load_with_plugins(Path(yaml), words).arguments, real.batches[-1], world_size=2)
     assert predicted.parameters == real.parameter_bytes

@@ -235,15 +235,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_stops_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+TWO_STEPS = ("training.train_iters=2", "training.save_interval=1")
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    save = tmp_path_factory.mktemp("finished") / "run"
+    train(folder / "run.yaml", save, *TWO_STEPS)
+    return save
+
+
+def test_a_run_that_stops_goes_on_to_the_bit(folder: Path, finished: Path, tmp_path: Path) -> None:
     """Student and critic with their optimizers; the critic has moved from the teacher, and twice as often."""
-    yaml, words = folder / "run.yaml", ("training.train_iters=2", "training.save_interval=1")
-    train(yaml, tmp_path / "whole", *words)
-    assert mm("train", yaml, f"training.save={tmp_path / 'parts'}", *words, "--steps", 1).code == 0
-    train(yaml, tmp_path / "parts", *words)
-    whole = tensors(tmp_path / "whole")
-    assert not differing(whole, tensors(tmp_path / "parts"))
-    assert "critic" in (tmp_path / "whole" / "metrics.jsonl").read_text()
+    yaml, parts = folder / "run.yaml", tmp_path / "parts"
+    assert mm("train", yaml, f"training.save={parts}", *TWO_STEPS, "--steps", 1).code == 0
+    train(yaml, parts, *TWO_STEPS)
+    whole = tensors(finished)
+    assert not differing(whole, tensors(parts))
+    assert "critic" in (finished / "metrics.jsonl").read_text()
     name = "transformer_blocks.0.attn.to_q.weight"
     assert not torch.equal(whole[f"critic.{name}"], whole[f"model.{name}"])
     counts = {key: int(whole[f"{key}.state.{name}.step"]) for key in ("optimizer", "critic_optimizer")}
@@ -266,16 +276,15 @@ AS_ANOTHER = (
 )
 
 
-def test_the_student_is_sampled_in_its_steps(folder: Path, tmp_path: Path) -> None:
+def test_the_student_is_sampled_in_its_steps(folder: Path, finished: Path, tmp_path: Path) -> None:
     """From the run and from an exported folder alike, without being told; other steps are refused."""
-    train(folder / "run.yaml", tmp_path / "run", "training.train_iters=1")
-    assert mm("export", tmp_path / "run", tmp_path / "student").code == 0
+    assert mm("export", finished, tmp_path / "student").code == 0
     config = json.loads((tmp_path / "student" / "transformer" / "config.json").read_text())
     assert config[FEW_STEPS]["denoising_step_list"] == [1000, 500]
     pictures = []
-    for name in ("run", "student"):
-        out = tmp_path / f"of_{name}"
-        said = mm("infer", tmp_path / name, "--prompt", "a red box", "--size", "16x16", "--out", out)
+    for number, source in enumerate((finished, tmp_path / "student")):
+        out = tmp_path / f"drawn{number}"
+        said = mm("infer", source, "--prompt", "a red box", "--size", "16x16", "--out", out)
         assert said.code == 0, said.err
         pictures.append((out / "00000_00_a-red-box.png").read_bytes())
     assert pictures[0] == pictures[1]

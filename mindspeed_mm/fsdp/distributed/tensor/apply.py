@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import (
     SplitRule,
     Style,
     TensorPlan,
+    gathers_features,
     output_head,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sequence import (
@@ -78,7 +79,7 @@ class _Splitter:
     def _forward(self, module: nn.Module, name: str, rule: SplitRule) -> LocalForward:
         in_sequence = self._in_sequence(name)
         if rule.style in (Style.COLUMN, Style.HEAD):
-            gathers = rule.style is Style.HEAD and (self._gathers or not is_inside(name, (self._head,)))
+            gathers = gathers_features(name, rule, self._head, gather_logits=self._gathers)
             entry: SplitInput | None = self._entry
             if in_sequence:  # the attention or MLP around this layer has gathered its tokens already
                 entry = None

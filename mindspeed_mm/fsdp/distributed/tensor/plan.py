@@ -484,6 +484,18 @@ def _check_sequence(sequence: Iterable[str], rules: Mapping[str, SplitRule]) -> 
         raise ConfigError(f"{KEY}.sequence_parallel names split layers", problems=problems)
 
 
+def gathers_features(name: str, rule: SplitRule, head: str, *, gather_logits: bool) -> bool:
+    """Whether a layer that is cut by output features returns those of all ranks.
+
+    Args:
+        name: Of the layer.
+        rule: Its part.
+        head: Name of the model's `output_head`, of whose features the loss takes this rank's part.
+        gather_logits: The loss takes all of them.
+    """
+    return rule.style is Style.HEAD and (gather_logits or not is_inside(name, (head,)))
+
+
 def output_head(model: nn.Module) -> str:
     """Name of the module that makes logits; empty when there is none."""
     return name_of(model, head_of(model))

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.pipeline.apply import hidden_dtype
 from mindspeed_mm.fsdp.distributed.pipeline.cut import untie
 from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
-from mindspeed_mm.fsdp.distributed.tensor.plan import Style
+from mindspeed_mm.fsdp.distributed.tensor.plan import Style, gathers_features, output_head
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
 from mindspeed_mm.fsdp.params.argument import Arguments, ParallelArguments, TrainingArguments
 from mindspeed_mm.fsdp.params.rules.posttrain import keeps_a_copy
@@ -297,7 +297,7 @@ class _Step:
         # What passes between stages has the type of the parameters as they are stored: asked before they are faked.
         self._hidden_dtype = hidden_dtype(model, plan.parallel.section)
         self._simulation.fake_parameters(model, as_computed)
-        self._divide_heads()
+        self._divide_layers()
         self._parts: dict[str, float] = {}
         """Parameter → share of it that this rank computes with."""
         parameters = dict(model.named_parameters())
@@ -309,14 +309,19 @@ class _Step:
                 units_of_rank = [self._sharded(unit, parameters) for unit in rank.units if unit.shards]
                 rank.gathering = Gathering(self._simulation, units_of_rank)
 
-    def _divide_heads(self) -> None:
-        """Let attention expect as many heads as a rank of tensor parallelism has."""
-        tensor = self._plan.parallel.tensor
-        if tensor is None:
+    def _divide_layers(self) -> None:
+        """Let attention expect as many heads as a rank of tensor parallelism has, and layers whose features leave whole
+        return those of all ranks."""
+        parallel, model = self._plan.parallel, self._model
+        if parallel.tensor is None:
             return
-        attentions = {name.rpartition(".")[0] for name in tensor.names(Style.COLUMN)}
+        attentions = {name.rpartition(".")[0] for name in parallel.tensor.names(Style.COLUMN)}
         for attention in attentions:
-            divide_heads(self._model.get_submodule(attention), self._plan.parallel.sizes.tp)
+            divide_heads(model.get_submodule(attention), parallel.sizes.tp)
+        head = output_head(model)
+        for name, rule in parallel.tensor.cuts.items():
+            if gathers_features(name, rule, head, gather_logits=parallel.gathers_logits):
+                model.get_submodule(name).register_forward_hook(partial(_gathered, ranks=parallel.sizes.tp))
 
     def spread(self, plan: ParallelPlan) -> None:
         """Simulated are whole sequences: a rank has a share of that."""
@@ -551,6 +556,11 @@ class _Gradient:
             self._simulation.ledger.relabel(entry, self._label)
             size = parameter.grad.numel() * parameter.grad.element_size()  # whole, also where activations are divided
             self._simulation.ledger.resize(entry, round(size * self._part))
+
+
+def _gathered(_module: nn.Module, _args: object, own: torch.Tensor, *, ranks: int) -> torch.Tensor:
+    """(…, F) → (…, ranks · F), as `gather_features` does; the gradient is this rank's part."""
+    return torch.cat([own, *(torch.empty_like(own) for _ in range(ranks - 1))], dim=-1)
 
 
 def _part(held: HeldParameter, simulated: nn.Parameter) -> float:
