@@ -272,7 +272,7 @@ class _Layer:
         if self.sinks is None and fits_npu(q_1HTD, v_1KSD):
             return attend_npu_documents(q_1HTD, k_1KSD, v_1KSD, borders_q, borders_k, **self._for_npu(q_1HTD))
         lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
-        if len(lengths_q) > 1 and len({*zip(lengths_q, lengths_k, strict=True)}) == 1 and lengths_q[0]:
+        if len({*zip(lengths_q, lengths_k, strict=True)}) == 1 and lengths_q[0]:
             batch_q, batch_k, batch_v = (_by_document(row, len(lengths_q)) for row in (q_1HTD, k_1KSD, v_1KSD))
             output = self.attend(batch_q, batch_k, batch_v, None)
             joined = output.transpose(0, 1).reshape(1, output.shape[1], -1, output.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from mindspeed_mm import ensure_torchvision
 from mindspeed_mm.fsdp.models.behaviour import host_grids
 from mindspeed_mm.fsdp.models.behaviour.host_grids import KeptRows
+from mindspeed_mm.tasks.verify.precision import keeping_double
 
 ensure_torchvision()
 BATCHES: tuple[list[list[int]], ...] = (
@@ -73,6 +75,17 @@ def test_other_settings_are_other_rows() -> None:
     for args, settings in (((2,), {}), ((1,), {}), ((2,), {"include_temporal": True})):
         found = kept.of(BATCHES[0], torch.int64, args, settings)
         assert equal(found, function.function(torch.tensor(BATCHES[0]), *args, **settings))
+
+
+@pytest.mark.parametrize("first", ["single", "double"])
+def test_runs_in_fp64_and_others_share_no_rows(first: str) -> None:
+    function = Recorded("get_vision_interpolation_indices_and_weights")
+    kept, settings = KeptRows(function), WAYS[function.__name__]
+    for precision in (first, "single", "double", "single"):
+        with keeping_double(of_whole_numbers=True) if precision == "double" else nullcontext():
+            _, weights = kept.of(BATCHES[0], torch.int64, (), settings)
+        assert weights.dtype is {"single": torch.float32, "double": torch.float64}[precision]
+    assert len(function.asked) == {"single": 2, "double": 3}[first]  # rows of fp32 are worked out once
 
 
 def test_what_is_kept_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:

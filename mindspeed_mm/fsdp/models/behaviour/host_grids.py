@@ -79,10 +79,10 @@ def _on_host(function: Forward) -> Forward:
         given, of_caller = _OF_A_GRID.get(function.__name__), kwargs.get("kwargs") or {}
         if given is not None and type(grid_thw) is torch.Tensor and not given & of_caller.keys():
             results = kept.of(host_values(grid_thw), grid_thw.dtype, args, settings)
-        elif _lies_on_host(grid_thw):
-            return function(grid_thw, *args, **kwargs)
-        else:
+        elif has_values(grid_thw):
             results = function(torch.tensor(host_values(grid_thw), dtype=grid_thw.dtype), *args, **kwargs)
+        else:
+            return function(grid_thw, *args, **kwargs)
         if function.__name__ == _BORDERS and not _wants_borders(args, kwargs):
             return results
         return tree_map_only(torch.Tensor, lambda tensor: _sent(tensor, grid_thw.device), results)
@@ -111,13 +111,13 @@ class KeptRows:
         """What the function gives of these grids, in new tensors on the host. Those that are new are asked for in one
         call, and each once."""
         if not grids:  # the library says what it says of none
-            return self._function(torch.empty(0, 3, dtype=dtype, device="cpu"), *args, **settings)
-        how = (dtype, args, *sorted(settings.items()))
+            return self.made(grids, dtype, args, settings)
+        how = (dtype, torch.get_default_dtype(), args, *sorted(settings.items()))
         asked = [(how, *grid) for grid in grids]
         found = {key: self._rows[key] for key in asked if key in self._rows}
         missing = {key: tuple(grid) for key, grid in zip(asked, grids, strict=True) if key not in found}
         if missing:
-            made = self._function(torch.tensor([*missing.values()], dtype=dtype, device="cpu"), *args, **settings)
+            made = self.made([*missing.values()], dtype, args, settings)
             sizes = [math.prod(grid) for grid in missing.values()]
             parts = zip(*(rows.split(sizes) for rows in _as_tuple(made)), strict=True)
             found |= zip(missing, parts, strict=True)
@@ -126,6 +126,12 @@ class KeptRows:
         if len(joined) == 1:
             return joined[0]
         return joined
+
+    def made(self, grids: Sequence[Sequence[int]], dtype: torch.dtype, args: Args, settings: Kwargs) -> Any:
+        """What the function gives of these grids, worked out anew; whoever changes how torch computes swaps `of` for
+        this."""
+        lines = [tuple(grid) for grid in grids]
+        return self._function(torch.tensor(lines, dtype=dtype, device="cpu").view(-1, 3), *args, **settings)
 
     def _keep(self, rows: dict[Hashable, tuple[torch.Tensor, ...]], patches: int) -> None:
         """Begin anew where there would be too many. More than that at once are not kept, nor what has no numbers, in
