@@ -152,7 +152,7 @@ SPREADS = {
     "TP2": Spread(
         2,
         "--tensor-model-parallel-size 2 --use-distributed-optimizer",
-        {"tensor_parallel_size": 2, "fsdp_plan": {"reshard_after_forward": False}},
+        {"tensor_parallel_size": 2},
         4,
     ),
     "PP2": Spread(2, "--pipeline-model-parallel-size 2", {"pipeline_parallel_size": 2, **WHOLE}, 4),
