@@ -46,9 +46,11 @@ class Contenders:
     measure: Measure
     preload: bool = False
 
-    def floor(self) -> Contender:
-        """The bare loop."""
-        words = [self.workload.model, self.workload.batches, self.steps, *(["--preload"] if self.preload else [])]
+    def floor(self, *options: str) -> Contender:
+        """The bare loop, with further options of it."""
+        words = [self.workload.model, self.workload.batches, self.steps, *options]
+        if self.preload:
+            words.append("--preload")
         return self._contender("benchmarks.bare_loop", words, lambda finished: finished.last_json())
 
     def trainer(self) -> Contender:

@@ -264,14 +264,20 @@ class _Layer:
     def attend_documents(
         self, q_1HTD: torch.Tensor, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
     ) -> torch.Tensor:
-        """(1, H, T, Dv): every document on its own, those of equal length in one call. The host knows the borders, or
-        reads them in the first layer."""
+        """(1, H, T, Dv): every document on its own, those of equal length in one call, where all are without
+        copies on the way in. The host knows the borders, or reads them in the first layer."""
         borders_q, borders_k = host_values(cu_q), host_values(cu_k)
         check_borders(borders_q, q_1HTD)
         check_borders(borders_k, k_1KSD)
         if self.sinks is None and fits_npu(q_1HTD, v_1KSD):
             return attend_npu_documents(q_1HTD, k_1KSD, v_1KSD, borders_q, borders_k, **self._for_npu(q_1HTD))
         lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
+        if len({*zip(lengths_q, lengths_k, strict=True)}) == 1 and lengths_q[0]:
+            batch_q, batch_k, batch_v = (_by_document(row, len(lengths_q)) for row in (q_1HTD, k_1KSD, v_1KSD))
+            output = self.attend(batch_q, batch_k, batch_v, None)
+            joined = output.transpose(0, 1).reshape(1, output.shape[1], -1, output.shape[-1])
+            # No view, as documents that are joined are none: compiled blocks would be compiled once more.
+            return joined.clone(memory_format=torch.contiguous_format)
         # Not slices: the gradient of each of them would be as long as the row.
         q, k, v = (t.split(n, dim=2) for t, n in ((q_1HTD, lengths_q), (k_1KSD, lengths_k), (v_1KSD, lengths_k)))
         alike: dict[tuple[int, int], list[int]] = {}
@@ -413,6 +419,11 @@ class _Layer:
             q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=causal, scale=scale
         )
         return output[:, :, int(causal) :, : v_BHSD.shape[-1]]
+
+
+def _by_document(row_1HTD: torch.Tensor, documents: int) -> torch.Tensor:
+    """(documents, H, T / documents, D): a row of documents of one length as a batch, without copying it."""
+    return row_1HTD.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1)
 
 
 def _joined(documents: list[torch.Tensor]) -> torch.Tensor:

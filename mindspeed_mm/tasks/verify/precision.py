@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker
+from mindspeed_mm.fsdp.models.behaviour.host_grids import KeptRows
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.tasks.verify.faults import swapped
 
@@ -41,6 +42,8 @@ def keeping_double(*, of_whole_numbers: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
         stack.enter_context(swapped(LiveEncoder, "__call__", _rounding(LiveEncoder.__call__)))
+        # Rows that were kept before are fp32, and those of fp64 are not for the runs that come after.
+        stack.enter_context(swapped(KeptRows, "of", KeptRows.made))
         stack.enter_context(swapped(torch.Tensor, "float", kept.float_of(torch.Tensor.float)))
         for owner, name in _TAKE_A_DTYPE:
             stack.enter_context(swapped(owner, name, kept.keeping(getattr(owner, name))))

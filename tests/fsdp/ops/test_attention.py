@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops import attention
@@ -212,9 +213,9 @@ def allowed_pairs(borders: Sequence[int], causal: bool, window: int | None) -> t
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_one_layer_equals_the_formula(with_sinks, window, causal):
+@pytest.mark.parametrize("borders", [[0, 4, 5, 12], [0, 4, 8, 12], [0, 12]], ids=["lengths", "one length", "alone"])
+def test_one_layer_equals_the_formula(borders, with_sinks, window, causal):
     torch.manual_seed(0)
-    borders = [0, 4, 5, 12]
     q, k, v = heads(12, 4), heads(12, 2), heads(12, 2, width=5)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
     inputs = [t for t in (q, k, v, sinks) if t is not None]
@@ -229,6 +230,32 @@ def test_one_layer_equals_the_formula(with_sinks, window, causal):
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(expected, measured, rtol=0, atol=TOLERANCE)
+
+
+class Copies(TorchDispatchMode):
+    """Names of operations that copy whole tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).split(".")[1]
+        if name in ("cat", "clone", "copy_", "_to_copy", "index_select", "split_with_sizes_copy"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("borders", "splits"), [([0, 4, 8, 12], False), ([0, 4, 5, 12], True)])
+def test_documents_of_one_length_are_copied_on_their_way_out_alone(borders, splits):
+    """Heads lie behind tokens, as projections leave them."""
+    q, k, v = (torch.randn(1, 12, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    with Copies() as found:
+        output, _ = varlen_attention(
+            LAYER, *(each.transpose(1, 2) for each in (q, k, v)), None, cu_seq_lens_q=torch.tensor(borders)
+        )
+        output.sum().backward()
+    assert (set(found.names) > {"clone"}) == splits, found.names
 
 
 def test_sinks_with_a_mask_equal_the_formula():

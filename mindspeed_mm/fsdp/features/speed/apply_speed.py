@@ -1,5 +1,6 @@
 """Applies to a built model what makes it faster on one device, before anything is split: kernels of attention-like
-layers, fused operators, linear layers in 8 bits. Compiling comes later, around what is computed again.
+layers, products of patches, fused operators, linear layers in 8 bits. Compiling comes later, around what is computed
+again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mindspeed_mm.fsdp.features.speed.tower_operators import apply_tower_operato
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import KernelsGivenUp, choose_kernels
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.patch_products import multiply_patches
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -28,6 +30,7 @@ def apply_speed(
     """All steps, in order; each raises `ConfigError` or `MachineError` for what it cannot do here."""
     check_attention_trains(model_args.attn_implementation)
     choose_kernels(model, model_args)
+    multiply_patches(model)
     wish, compiled = features.fused_kernels, features.compile == "auto" and choose_compile("auto", facts).what
     apply_fused_kernels(model, choose_fused(wish, facts, blocks_compiled=bool(compiled)), is_wish=wish is True)
     if wish is not False:
