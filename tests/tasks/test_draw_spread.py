@@ -14,7 +14,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import media_pixels, probe_media
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.ops.context_attention import layer
 from mindspeed_mm.tasks.draw import generate
 from tests.helpers.distributed import run_ranks

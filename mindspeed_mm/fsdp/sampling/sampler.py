@@ -26,7 +26,7 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import family_class, load_pipeline

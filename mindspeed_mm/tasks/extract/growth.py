@@ -16,7 +16,7 @@ from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.data.feature_store.feature_file import FeatureRecord
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.tasks.extract.batches import RowNeeds, Survey, WorkBatch, plan_batches

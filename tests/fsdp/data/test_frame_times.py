@@ -17,12 +17,18 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_stretch
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import probe_image
-from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, VideoHeader, probe_video, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
+    ClipSampling,
+    FrameSpan,
+    VideoHeader,
+    probe_video,
+    read_clip,
+)
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipRule
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import media_pixels
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from tests.helpers.tiny_media import picture_bytes
 
 BURSTS = [0, 1, 2, 8, 9, 30, 31, 32, 33, 60, 61, 90, 91, 92, 93, 95, 120, 121, 122, 150]
@@ -57,9 +63,9 @@ def decoded(path: Path) -> list[tuple[float, np.ndarray]]:
         return [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
 
 
-def clip(path: Path, frames: int, **sampling: Any) -> np.ndarray:
+def clip(path: Path, frames: int, cut: FrameSpan | None = None, **sampling: Any) -> np.ndarray:
     with path.open("rb") as file:
-        return read_clip(file, frames, ClipSampling(**sampling), np.asarray, path.name)
+        return read_clip(file, frames, ClipSampling(**sampling), np.asarray, path.name, cut)
 
 
 def numbers(pixels: np.ndarray) -> list[int]:
@@ -95,6 +101,32 @@ class TestChosenByTheirOwnTimes:
             expected.append(int(near[0]))  # of two equally near ones the earlier
         assert numbers(clip(path, count, fps=fps, position=position)) == expected
         assert ClipSampling(fps=fps).frames_of(*header(path)) == whole
+
+    @pytest.mark.parametrize("suffix", CODECS)
+    def test_some_frames_of_a_file_are_a_clip_of_their_own(self, tmp_path: Path, suffix: str) -> None:
+        """As if a file held them alone: as many, as fast, and nothing of what is before and behind them."""
+        path, part = write(tmp_path / f"a.{suffix}", BURSTS), FrameSpan(5, 16)
+        every = np.stack([pixels for _, pixels in decoded(path)]).transpose(3, 0, 1, 2)
+        assert np.array_equal(clip(path, 11, cut=part), every[:, 5:16])
+        assert np.array_equal(clip(path, 15, cut=FrameSpan(5)), every[:, 5:])
+        assert np.array_equal(clip(path, 3, position="middle", cut=part), every[:, 9:12])
+        assert numbers(clip(path, 13, repeats_short=True, cut=part)) == [*range(5, 16), 15, 15]
+        alone = write(tmp_path / f"b.{suffix}", [time - BURSTS[5] for time in BURSTS[5:16]])
+        for sampling in ({"fps": 7.0}, {"fps": 16.0, "position": "middle"}, {"frame_interval": 3}):
+            taken = ClipSampling(**sampling).frames_of(*header(alone))
+            assert numbers(clip(path, taken, cut=part, **sampling)) == [
+                5 + number for number in numbers(clip(alone, taken, **sampling))
+            ]
+        with path.open("rb") as file:
+            whole = probe_video(file)
+        found = whole.part(part, "a")
+        assert (found.frames, found.fps) == pytest.approx(header(alone), rel=1e-2)
+        assert found.first_s == pytest.approx(whole.first_s + BURSTS[5] / 100, abs=2e-3)
+        with pytest.raises(DataError, match=r"has 11 frames .* fewer than the 12 asked for"):
+            clip(path, 12, cut=part)
+        for beyond in (FrameSpan(5, 21), FrameSpan(20)):
+            with pytest.raises(DataError, match="has 20 frames, and not all of frames"):
+                clip(path, 2, cut=beyond)
 
     @pytest.mark.parametrize(
         "sampling", [{}, {"frame_interval": 2}, {"fps": 20.0}, {"fps": 16.0, "position": "middle"}]

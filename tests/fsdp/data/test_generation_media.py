@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
     media_pixels,
     probe_media,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.rows import ColumnNames, GenerationRow, parse_row
+from mindspeed_mm.fsdp.data.datasets.generation.row import ColumnNames, GenerationRow, parse_row
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from tests.fsdp.data.conftest import picture
 from tests.helpers.open_files import open_below

@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.datasets.generation.rows import ColumnNames, parse_row
+from mindspeed_mm.fsdp.data.datasets.generation.row import ColumnNames, parse_row
 from mindspeed_mm.fsdp.sampling.prompts import read_prompts
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_media import picture_bytes, write_video

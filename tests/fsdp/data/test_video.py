@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.decoding import video
+from mindspeed_mm.fsdp.data.data_utils.decoding import shown_frames, video
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, VideoHeader, probe_video, read_clip
 from tests.helpers.tiny_media import brightness, picture_bytes, wav_bytes, write_sound_in_mp4, write_video
 
@@ -247,9 +247,11 @@ def test_timestamps_that_run_backwards_are_refused() -> None:
         picture.pts, picture.time_base = time_ms, Fraction(1, 1000)
         return picture
 
-    shown = video.ShownFrames(5, np.asarray)
+    shown = shown_frames.ShownFrames(5, np.asarray)
     with pytest.raises(DataError, match="run backwards"):
-        video.play(video.timed(iter(map(frame, (0, 100, 50))), 0.0, 0.1, "a.mp4"), np.arange(5) / 10, 0.1, shown)
+        shown_frames.play(
+            shown_frames.timed(iter(map(frame, (0, 100, 50))), 0.0, 0.1, "a.mp4"), np.arange(5) / 10, 0.1, shown
+        )
 
 
 def test_a_file_in_memory(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 import numpy as np
 from PIL import Image
@@ -20,6 +20,14 @@ from PIL import Image
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
+from mindspeed_mm.fsdp.data.data_utils.decoding.shown_frames import (
+    CLOCK_S,
+    ShownFrames,
+    is_nearer,
+    play_nearest,
+    quarter_turns,
+    timed,
+)
 from mindspeed_mm.fsdp.utils.model_parts import setting_of
 
 if TYPE_CHECKING:
@@ -31,11 +39,6 @@ OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
 """Of files that are videos in these containers, in lower case."""
-_NEAR = 0.45
-"""Share of the time between two frames by which the later may begin after the time asked for, where what is on the
-screen is looked for."""
-CLOCK_S = 0.002
-"""Times that differ by less are equal: most containers round to milliseconds."""
 LEAST_COMPLETE = 0.95
 """Share of the declared frames that must be there."""
 _LEAST_FPS, _MOST_FPS = 1 / 3600, 1000.0
@@ -68,6 +71,47 @@ class VideoHeader:
     """When each frame is shown, in seconds from the first; empty where frame i is shown at i / fps."""
     first_s: float = field(default=0.0, compare=False)
     """When the first frame is shown, by the file's clock: its sound may begin earlier or later."""
+
+    def part(self, cut: FrameSpan, name: str) -> VideoHeader:
+        """The header as if the file held some of its frames alone.
+
+        Args:
+            cut: Which.
+            name: What to call the file in messages.
+
+        Raises:
+            DataError: The file has fewer frames.
+        """
+        end = self.frames if cut.end is None else cut.end
+        if not cut.first < end <= self.frames:
+            raise DataError(
+                f"'{name}' has {self.frames} {by_count(self.frames, 'frame', 'frames')}, and not all of {cut}",
+                key="cut",
+                way_out="Name its first frame, from 0, and the one behind its last.",
+            )
+        begins_s = _begins_s(self)
+        own_s = begins_s[cut.first : end] - begins_s[cut.first]
+        fps = self.fps
+        if self.begins_s and len(own_s) > 1:
+            fps = _mean_fps(own_s)
+        told_s = () if not self.begins_s or _is_steady(own_s, fps) else tuple(own_s.tolist())
+        first_s = self.first_s + float(begins_s[cut.first])
+        return replace(self, frames=len(own_s), fps=fps, begins_s=told_s, first_s=first_s)
+
+
+@dataclass(frozen=True)
+class FrameSpan:
+    """Consecutive frames of a video."""
+
+    first: int
+    """Number of the first, from 0."""
+    end: int | None = None
+    """Number of the one behind the last; None: all that follow."""
+
+    def __str__(self) -> str:
+        if self.end is None:
+            return f"frames {self.first} …"
+        return f"frames {self.first} … {self.end - 1}"
 
 
 @dataclass(frozen=True)
@@ -176,12 +220,6 @@ def _begins_s(video: FrameTimes) -> np.ndarray:
     return np.arange(video.frames) / video.fps
 
 
-def is_nearer(earlier_s: float, later_s: float, time_s: float) -> bool:
-    """Whether the earlier of two frames is at least as near to a time as the later."""
-    tie_s = min(CLOCK_S, 0.2 * (later_s - earlier_s))
-    return time_s - earlier_s <= later_s - time_s + tie_s
-
-
 _NEAR_RATE = 0.1
 """Share by which two rates may differ and still be taken for one: motion looks the same."""
 
@@ -207,7 +245,12 @@ def probe_video(file: BinaryIO, name: str = "video") -> VideoHeader:
 
 
 def read_clip(
-    file: BinaryIO, frames: int, sampling: ClipSampling, shape: Callable[[Image.Image], np.ndarray], name: str = "video"
+    file: BinaryIO,
+    frames: int,
+    sampling: ClipSampling,
+    shape: Callable[[Image.Image], np.ndarray],
+    name: str = "video",
+    cut: FrameSpan | None = None,
 ) -> np.ndarray:
     """Decode some frames of a video, upright, each shaped as soon as it is there.
 
@@ -217,6 +260,7 @@ def read_clip(
         sampling: Which.
         shape: RGB picture → (H, W, 3) uint8.
         name: What to call it in messages.
+        cut: The part of the video that is taken for the whole.
 
     Returns:
         (3, T, H, W) uint8.
@@ -225,102 +269,24 @@ def read_clip(
         DataError: As `probe_video`; or it has too few frames, or is broken where the clip is.
     """
     with open_video(file, name) as video:
-        header, played = read_start(video, name)
+        whole, played = read_start(video, name)
+        header = whole.part(cut, name) if cut else whole
         wanted_s = sampling.wanted_s(header, frames)
         _check_reach((wanted_s[-1] - wanted_s[0]) * header.fps, name)
-        first = next(played)
-        first_s, played = first.time or 0.0, itertools.chain([first], played)
-        if wanted_s[0] > 0:
+        if header.first_s + wanted_s[0] > whole.first_s:
             assert video.stream.time_base is not None  # every stream of frames has one
-            start = int((first_s + wanted_s[0]) / video.stream.time_base)
+            start = int((header.first_s + wanted_s[0]) / video.stream.time_base)
             # To the key frame before: decoding can only begin there; what comes before the clip is passed over.
             video.container.seek(start, stream=video.stream, backward=True)
             played = decode_frames(video.container, video.stream, name)
         shown = ShownFrames(frames, shape)
-        end_s = _play_nearest(timed(played, first_s, 1 / header.fps, name), wanted_s, shown)
+        timed_frames = timed(played, header.first_s, 1 / header.fps, name)
+        if cut:  # what follows it in the file is not there
+            last_s = _begins_s(header)[-1] + CLOCK_S
+            timed_frames = itertools.takewhile(lambda frame: frame[0] <= last_s, timed_frames)
+        end_s = play_nearest(timed_frames, wanted_s, shown)
     _check_complete(header, end_s, sampling, shown, name)
     return shown.clip()
-
-
-class ShownFrames:
-    """The clip as far as it is known; a picture is shaped once, however often it is shown."""
-
-    def __init__(self, frames: int, shape: Callable[[Image.Image], np.ndarray]) -> None:
-        from av.video.reformatter import VideoReformatter  # here for the reason that `open_video` gives
-
-        self.asked, self._shape = frames, shape
-        self._reformatter = VideoReformatter()  # a frame of its own accord would set up a conversion anew each time
-        self._clip_CTHW: np.ndarray | None = None
-        self._last: tuple[VideoFrame, np.ndarray] | None = None
-        self.count = 0
-
-    def add(self, frame: VideoFrame) -> None:
-        """Show a frame once more."""
-        if self._last is None or self._last[0] is not frame:
-            frame_rgb = self._reformatter.reformat(frame, format="rgb24")
-            self._last = frame, self._shape(upright(frame_rgb, quarter_turns(frame))).transpose(2, 0, 1)
-        picture_CHW = self._last[1]
-        if self._clip_CTHW is None:
-            channels, height, width = picture_CHW.shape
-            self._clip_CTHW = np.empty((channels, self.asked, height, width), dtype=np.uint8)
-        self._clip_CTHW[:, self.count] = picture_CHW
-        self.count += 1
-
-    def clip(self) -> np.ndarray:
-        """The clip, its last frame repeated where frames are missing."""
-        assert self._clip_CTHW is not None
-        self._clip_CTHW[:, self.count :] = self._clip_CTHW[:, self.count - 1 : self.count]
-        return self._clip_CTHW
-
-
-def timed(
-    frames: Iterator[VideoFrame], first_s: float, frame_s: float, name: str
-) -> Iterator[tuple[float, VideoFrame]]:
-    """Frames with the seconds since the first.
-
-    Raises:
-        DataError: The timestamps run backwards.
-    """
-    before_s = -math.inf
-    for number, frame in enumerate(frames):
-        time_s = number * frame_s
-        if frame.time is not None:
-            time_s = frame.time - first_s
-        if time_s < before_s:
-            raise DataError(f"'{name}' has timestamps that run backwards", way_out="Convert it: ffmpeg -i old new.")
-        yield time_s, frame
-        before_s = time_s
-
-
-def play(frames: Iterator[tuple[float, VideoFrame]], wanted_s: np.ndarray, frame_s: float, shown: ShownFrames) -> float:
-    """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins.
-    Raises as `timed`."""
-    before, before_s = None, -math.inf
-    for time_s, frame in frames:
-        near_s = _NEAR * min(frame_s, time_s - before_s)
-        while before is not None and shown.count < shown.asked and wanted_s[shown.count] + near_s < time_s:
-            shown.add(before)
-        if shown.count == shown.asked:
-            return time_s
-        before, before_s = frame, time_s
-    # The last frame is shown as long as the others.
-    while before is not None and shown.count < shown.asked and wanted_s[shown.count] < before_s + frame_s:
-        shown.add(before)
-    return before_s
-
-
-def _play_nearest(frames: Iterator[tuple[float, VideoFrame]], wanted_s: np.ndarray, shown: ShownFrames) -> float:
-    """Show, for each time, the frame nearest to it; returns where the last one begins. Raises as `timed`."""
-    before, before_s = None, -math.inf
-    for time_s, frame in frames:
-        while before is not None and shown.count < shown.asked and is_nearer(before_s, time_s, wanted_s[shown.count]):
-            shown.add(before)
-        if shown.count == shown.asked:
-            return time_s
-        before, before_s = frame, time_s
-    while before is not None and shown.count < shown.asked and wanted_s[shown.count] <= before_s + CLOCK_S:
-        shown.add(before)
-    return before_s
 
 
 def _check_reach(frames: float, name: str) -> None:
@@ -548,21 +514,3 @@ def _why_unreadable(start: bytes, error: Exception) -> str:
     if words:
         return f"is not a video (starts with {words})"
     return f"is not a video of an allowed container ({reason})"
-
-
-# --- frames ----------------------------------------------------------------------------------------------------------
-
-
-def quarter_turns(frame: VideoFrame) -> int:
-    """Turns by 90° against the clock that make a frame upright. Mirrored display matrices are not undone."""
-    return round(getattr(frame, "rotation", 0) / 90) % 4
-
-
-def upright(frame_rgb: Any, turns_by_90: int) -> Image.Image:
-    """A decoded frame as a picture, turned against the clock."""
-    image: Image.Image = frame_rgb.to_image()
-    turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-    turn = turns[turns_by_90]
-    if turn is None:
-        return image
-    return image.transpose(turn)

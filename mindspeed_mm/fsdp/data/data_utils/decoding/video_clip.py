@@ -19,17 +19,15 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.shown_frames import ShownFrames, play, timed
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     OpenVideo,
-    ShownFrames,
     VideoHeader,
     check_whole,
     decode_frames,
     open_video,
-    play,
     probe_video,
     read_start,
-    timed,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import ItemOptions
 from mindspeed_mm.fsdp.utils.model_parts import setting_of

@@ -18,8 +18,9 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, SampleDescription
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.data.datasets.generation.row_notes import empty_captions_note
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow, read_rows
+from mindspeed_mm.fsdp.data.datasets.generation.rows import read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
 from mindspeed_mm.fsdp.data.feature_store import FeatureRecord, FeatureStore, SkippedRow, check_provenance
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter

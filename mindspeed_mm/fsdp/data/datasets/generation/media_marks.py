@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.tar_members import split_member
 from mindspeed_mm.fsdp.data.datasets.generation.media_folders import HEADERS_FILE
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
 
 Mark = tuple[int, int]
@@ -63,7 +63,7 @@ class MediaMarks:
         """
         if mark is not None:
             # Height 0 says that the file itself was not looked into: `header` passes over it.
-            self._entries[row.name] = (mark, MediaHeader(0, 0) if row.declares else header)
+            self._entries[row.name_of_part] = (mark, MediaHeader(0, 0) if row.declares else header)
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
@@ -74,7 +74,7 @@ class MediaMarks:
 
     def header(self, row: GenerationRow, media: MediaLoader) -> MediaHeader | None:
         """The header of a row's medium, when it is known and the file untouched."""
-        known = self._entries.get(row.name)
+        known = self._entries.get(row.name_of_part)
         if known is None or not known[1].height or known[0] != mark_of(row, media):
             return None
         return known[1]
@@ -170,7 +170,8 @@ class HeaderCache:
             status = os.stat(path)  # noqa: PTH116
         except OSError:
             return ""
-        return f"{path}|{status.st_size}|{status.st_mtime_ns}"
+        part = f"|{row.cut}" if row.cut else ""
+        return f"{path}|{status.st_size}|{status.st_mtime_ns}{part}"
 
     def _read(self) -> dict[str, list[float]]:
         if self._path is None or not self._path.is_file():

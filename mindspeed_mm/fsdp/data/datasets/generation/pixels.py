@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
     ImageHeader,
@@ -34,7 +35,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
 )
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 
 _VIDEO_STARTS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "))
 """(offset, bytes) by which a video in memory, without a name, is told."""
@@ -89,7 +90,9 @@ def probe_times(row: GenerationRow, media: MediaLoader) -> VideoHeader | ImageHe
     """The same with the times of all frames. Raises `DataError` as `probe_media`."""
     if is_video(row):
         with media.open(row.media) as file:
-            return probe_video(file, row.name)
+            header = probe_video(file, row.name)
+        return header.part(row.cut, row.name) if row.cut else header
+    _check_not_cut(row)
     # Pictures are read as a whole, so their size is limited; videos are read frame by frame.
     with media.open(row.media, MAX_FILE_BYTES) as file:
         return probe_image(file, row.name)
@@ -128,7 +131,8 @@ def media_pixels(
 
     if is_video(row):
         with media.open(row.media) as file:
-            return torch.from_numpy(read_clip(file, size.frames, sampling, shape, row.name))
+            return torch.from_numpy(read_clip(file, size.frames, sampling, shape, row.name, row.cut))
+    _check_not_cut(row)
     data, name = media.read(row.media)
     if size.frames == 1:
         pictures = [shape(decode_image(data, name))]
@@ -138,6 +142,11 @@ def media_pixels(
         pictures = [shape(frame) for frame in _animation(data, size.frames, sampling, name)]
     # (T, H, W, 3) → (3, T, H, W)
     return torch.from_numpy(np.ascontiguousarray(np.stack(pictures).transpose(3, 0, 1, 2)))
+
+
+def _check_not_cut(row: GenerationRow) -> None:
+    if row.cut:
+        raise DataError(f"'{row.name}' is a picture, of which no frames are cut", key="cut", way_out="Leave cut out.")
 
 
 def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> Iterator[Image.Image]:

@@ -41,14 +41,9 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
     probe_media,
     probe_times,
 )
+from mindspeed_mm.fsdp.data.datasets.generation.row import GenerationRow
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
-from mindspeed_mm.fsdp.data.datasets.generation.rows import (
-    GenerationRow,
-    build_media_loader,
-    content_key,
-    media_digest,
-    read_rows,
-)
+from mindspeed_mm.fsdp.data.datasets.generation.rows import build_media_loader, content_key, media_digest, read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
@@ -304,7 +299,8 @@ class RawSource:
 
     def _digest_of(self, row: GenerationRow) -> bytes:
         with self.media.open(row.media) as file:
-            return media_digest(file)
+            digest = media_digest(file)
+        return media_digest(digest + str(row.cut).encode()) if row.cut else digest
 
     def know_digest(self, index: int, digest: bytes) -> None:
         """The digest of a medium that nobody has touched since it was found."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.datasets.generation.media_folders import MEDIA_SUFFIXES, CaptionedFolder
+from mindspeed_mm.fsdp.data.datasets.generation.row import CAPTION_COLUMNS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import ROLE_COLUMNS
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -15,19 +16,35 @@ _PLACES_SHOWN = 3
 _PROBLEMS_SHOWN = 10
 
 
-def media_columns(extras: Mapping[str, object]) -> list[str]:
-    """Columns that a task does not read, are called as media of other tasks, and hold names of pictures or videos."""
-    named = ROLE_COLUMNS & extras.keys()
-    return [name for name in sorted(named) if Path(str(extras[name])).suffix.lower() in MEDIA_SUFFIXES]
+_PARTS = frozenset(
+    {"start", "end", "start_s", "end_s", "start_time", "end_time", "start_frame", "end_frame", "clip", "crop"}
+    | {"timestamp", "timestamps", "segment"}
+)
+"""What other tools call the part of a medium that they take."""
 
 
-def unread_columns_note(unread: Mapping[str, int], rows: int) -> str:
-    """What to say of columns whose media other tasks are given."""
-    names, most = ", ".join(sorted(unread)), max(unread.values())
-    whose, verb = by_count(len(unread), "a column", "columns"), by_count(most, "has", "have")
-    which = by_count(len(unread), "it", "them")
-    told = f"{most} of {rows} rows {verb} {whose} {names}, as other tasks call their media; this task does not read"
-    return f"{told} {which}"
+def unread_columns(extras: Mapping[str, object], *, chooses_captions: bool = False) -> list[str]:
+    """Columns that a task does not read although they look as if they mattered: further captions, unless the
+    configuration chooses their column, parts of a medium, and media of other tasks, by their names and values."""
+    known = _PARTS if chooses_captions else {*_PARTS, *CAPTION_COLUMNS}
+    found = sorted(extras.keys() & known)
+    for name in sorted(ROLE_COLUMNS & extras.keys()):
+        if Path(str(extras[name])).suffix.lower() in MEDIA_SUFFIXES:
+            found.append(name)
+    return found
+
+
+def unread_columns_notes(unread: Mapping[str, int], rows: int) -> Iterator[str]:
+    """What to say of them, a note for each kind."""
+    for kind, reason in (
+        (ROLE_COLUMNS, "as other tasks call their media; this task does not read {it}"),
+        (CAPTION_COLUMNS, f"beside the one that captions are taken from; {_BASIC}.caption_column chooses"),
+        (_PARTS, "which this task does not read: whole media count. `cut`, [first frame, end], takes a part of a clip"),
+    ):
+        if names := sorted(unread.keys() & {*kind}):
+            most, whose = max(unread[name] for name in names), by_count(len(names), "a column", "columns")
+            told = f"{most} of {rows} rows {by_count(most, 'has', 'have')} {whose} {', '.join(names)}, {reason}"
+            yield told.format(it=by_count(len(names), "it", "them"))
 
 
 def empty_captions_note(places: Sequence[str], rows: int) -> str:
