@@ -30,7 +30,7 @@ MOST_MEMORY, MOST_TIME = 2.0, 1.0
 SPARE = 1.25
 """How much steeper than the number of tokens time may grow."""
 DIFFERENCE = 1e-4
-CHECKED_TOKENS = 8192
+CHECKED_TOKENS = 6144
 """Documents of a packed row are longer than the window then."""
 TIMEOUT_S = 1800.0
 
