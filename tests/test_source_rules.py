@@ -57,6 +57,7 @@ SANCTIONED = {
     ("core/outbound.py", "urllib.request"),  # which proxies the environment names
     ("fsdp/data/data_utils/decoding/remote_media.py", "http.client"),  # it connects to addresses that it has checked
     ("fsdp/data/data_utils/decoding/remote_media.py", "socket.create_connection"),
+    ("fsdp/params/cards.py", "yaml.load"),  # cards of the package itself: plain values alone
     ("fsdp/distributed/job/watchdog.py", "socket.create_connection"),  # whether a rank's port is open
     ("tasks/serve/backend.py", "http.client"),  # the engine that `mm serve` has started, on this machine
     ("tasks/serve/passing_on.py", "http.client"),

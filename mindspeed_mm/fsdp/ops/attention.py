@@ -300,7 +300,7 @@ class _Layer:
             return attend_npu(q_BHTD, k_BKSD, v_BKSD, mask, **self._for_npu(q_BHTD) | {"causal": causal})
         window = keys if self.window is None else self.window
         cuts = keys > window and mask is None and (causal or self.two_way)
-        if cuts and pays_off(keys, window) and not self.dropout:
+        if cuts and pays_off(keys, window, q_BHTD.device) and not self.dropout:
             return self._attend_in_blocks(q_BHTD, k_BKSD, v_BKSD, window)
         if cuts or (causal and keys > tokens):
             mask, causal = window_mask(tokens, keys, window, q_BHTD.device, two_way=self.two_way), False

@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 256, 1024
-"""Queries at a time: as many as the window is long, within these."""
+"""Queries at a time: as many as the window is long, within these; on a CPU, which launches nothing, the fewest."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Attention of queries, keys and values by a mask (1, 1, t, s), true where a query sees a key, and of sinks."""
 
 
-def pays_off(keys: int, window: int) -> bool:
+def pays_off(keys: int, window: int, device: torch.device) -> bool:
     """Whether blocks beat one mask over the whole row."""
-    return keys > 2 * (window + _block_length(window))
+    reach = window + _block_length(window, device)
+    if device.type == "cpu":
+        return keys > reach
+    return keys > 2 * reach
 
 
 def attend_in_blocks(
@@ -47,7 +50,8 @@ def attend_in_blocks(
         window: Tokens.
         two_way: It sees as many behind it, too.
     """
-    output: torch.Tensor = _InBlocks.apply(attend, _Window(window, two_way), q_BHTD, k_BKSD, v_BKSD, sinks_H)
+    reach = _Window.of(window, two_way, q_BHTD.device)
+    output: torch.Tensor = _InBlocks.apply(attend, reach, q_BHTD, k_BKSD, v_BKSD, sinks_H)
     return output
 
 
@@ -65,6 +69,12 @@ class _Window(NamedTuple):
 
     length: int
     two_way: bool
+    block: int
+    """Queries at a time."""
+
+    @classmethod
+    def of(cls, length: int, two_way: bool, device: torch.device) -> _Window:
+        return cls(length, two_way, _block_length(length, device))
 
     @property
     def behind(self) -> int:
@@ -74,7 +84,7 @@ class _Window(NamedTuple):
 
     def whole_mask(self, device: torch.device) -> torch.Tensor:
         """Of a block that reaches as far as any."""
-        block, before = _block_length(self.length), self.length - 1
+        block, before = self.block, self.length - 1
         place = torch.arange(before, before + block, device=device)
         distance = place[:, None] - torch.arange(before + block + self.behind, device=device)
         return ((distance >= -self.behind) & (distance < self.length))[None, None]
@@ -93,12 +103,14 @@ class _Reach(NamedTuple):
         return q[:, :, self.first : self.end], k[:, :, keys], v[:, :, keys]
 
 
-def _block_length(window: int) -> int:
+def _block_length(window: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return SHORTEST_BLOCK
     return min(max(window, SHORTEST_BLOCK), LONGEST_BLOCK)
 
 
 def _reaches(queries: int, keys: int, window: _Window) -> Iterator[_Reach]:
-    length, before = _block_length(window.length), keys - queries
+    length, before = window.block, keys - queries
     for first in range(0, queries, length):
         end = min(first + length, queries)
         first_key = max(0, before + first - window.length + 1)

@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import JsonMapping, JsonObject
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
 
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, which wheels of PyYAML bring."""
 _ENGINE = Path(__file__).resolve().parents[1]
 _MODELS, _DATASETS = "mindspeed_mm.fsdp.models", "mindspeed_mm.fsdp.data.datasets"
 _DATASETS_ELSEWHERE = {
@@ -313,8 +317,16 @@ def _cards(folder: str) -> list[tuple[JsonObject, str]]:
     """The cards of a room, each with the name of its folder."""
     found = []
     for path in sorted((_ENGINE / folder).glob("*/card.yaml")):
-        card = plain(parse_yaml(read_config_text(path), str(path)).root)
+        card = _plain_card(read_config_text(path), str(path))
         if not isinstance(card, dict) or not isinstance(card.get("ids"), list):
             raise ConfigError("a card holds 'ids', a list", where=str(path))
         found.append((card, path.parent.name))
     return found
+
+
+def _plain_card(text: str, source: str) -> object:
+    """The values of a card: read in C, as each start reads all cards, unless there is something to say of the text."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a loader of plain values)
+    except yaml.YAMLError:
+        return plain(parse_yaml(text, source).root)

@@ -133,6 +133,31 @@ def test_scipy_is_imported_by_the_first_loss_that_calls_it(when: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+SCHEDULERS = f"""
+import importlib.util, sys
+if importlib.util.find_spec("scipy") is None or importlib.util.find_spec("diffusers") is None:
+    sys.exit({ABSENT})
+if sys.argv[1] == "before":
+    import scipy.stats
+from diffusers.schedulers import scheduling_deis_multistep, scheduling_flow_match_euler_discrete as euler
+assert ("scipy.stats" in sys.modules) == (sys.argv[1] == "before")
+times = euler.FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True)
+times.set_timesteps(4)
+import scipy.stats
+beta = [float(0.001 + 0.999 * scipy.stats.beta.ppf(1 - place / 3, 0.6, 0.6)) for place in range(4)]
+assert abs(times.sigmas[:4] - __import__("torch").tensor(beta)).max() < 1e-3, (times.sigmas, beta)
+assert scipy.stats.norm and euler.scipy is scipy
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_statistics_of_scipy_are_imported_by_the_first_scheduler_that_asks_for_them(when: str) -> None:
+    done = run_after(TRANSFORMERS, SCHEDULERS, when)
+    if done.returncode == ABSENT:
+        pytest.skip("scipy or diffusers is not installed")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 FUN_ASR = f"""
 import importlib, importlib.util, sys
 if importlib.util.find_spec("transformers.models.fun_asr_nano") is None:
