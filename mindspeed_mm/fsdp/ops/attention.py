@@ -220,7 +220,8 @@ def check_mask(attention_mask: torch.Tensor | None, *, packed: bool) -> None:
     if packed and not marked:
         raise AttentionError(
             f"a packed row came with a mask of shape {tuple(attention_mask.shape)}",
-            way_out="Leave attention_mask out of packed batches; this model's own mask cannot be packed.",
+            way_out="Leave attention_mask out of packed batches. Where the model makes this mask itself, set "
+            "data.dataset_param.basic_parameters.packing to false.",
         )
 
 

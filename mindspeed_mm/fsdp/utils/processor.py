@@ -218,9 +218,12 @@ def beginning_of(processor: Any) -> list[int]:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # foreign code, or needs media
         return []
     plain = list(tokenizer(word, add_special_tokens=False)["input_ids"])
-    if made[-len(plain) :] == plain:
-        return made[: -len(plain)]
-    return []
+    if made[-len(plain) :] != plain:
+        return []
+    beginning, begins = made[: -len(plain)], setting_of(tokenizer, int, "bos_token_id")
+    if beginning[:2] == [begins, begins]:  # the processor writes one, and its tokenizer another
+        return beginning[1:]
+    return beginning
 
 
 def check_chat_template(source: str, *, where: str) -> None:

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import complete_of
 from mindspeed_mm.fsdp.data.data_utils.token_arrays import labels_apart, token_arrays
 from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
 from mindspeed_mm.fsdp.params.cards import dataset_modules
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import beginning_of, tokenizer_of
 
 
@@ -38,6 +39,13 @@ def notes_on_keys(
         notes.append(
             f"the batch has no {marks}, which {type(processor).__name__} gives and the model's forward "
             "takes: attention may differ from the released model's; a collator can add them (docs/data.md, B)"
+        )
+    of_text = sorted(attribute_at(plugin, "of_text", frozenset()) & set(taken) - set(given))
+    if of_text and any(key.startswith("pixel_values") for key in given):
+        notes.append(
+            f"the batch has no {', '.join(of_text)}, which {type(processor).__name__} makes of whole texts and the "
+            "model's forward takes: without it rows may see each other's pictures; make it in `complete` of the media "
+            "plugin (docs/data.md, B)"
         )
     added = sorted(keys_beside(collator) & set(given) & set(taken))
     if added and plugin is not None and complete_of(plugin) is None:

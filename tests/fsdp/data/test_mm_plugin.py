@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
 from mindspeed_mm.fsdp.data.data_utils.plugins.own_plugins import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.utils.processor import beginning_of
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_paligemma import paligemma_processor
 from tests.helpers.tiny_processors import FAMILIES, build_processor, byte_tokenizer
@@ -159,10 +160,18 @@ def test_what_a_processor_makes_of_its_placeholder_alone_stays_out_of_the_batch(
     assert made.tensors.keys() == {"pixel_values"}
 
 
-def mllama_processor() -> Any:
+def mllama_processor(*, begins: bool = False) -> Any:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<|image|>"}
     images = transformers.MllamaImageProcessor(size={"height": 16, "width": 16}, max_image_tiles=4)
-    return transformers.MllamaProcessor(images, byte_tokenizer(special, None))
+    return transformers.MllamaProcessor(images, byte_tokenizer(special, None, begins=begins))
+
+
+def test_a_mark_that_processor_and_tokenizer_both_write_begins_a_text_once() -> None:
+    """transformers' `apply_chat_template` leaves the tokenizer's out where the template writes one."""
+    processor = mllama_processor(begins=True)
+    begins = processor.tokenizer.bos_token_id
+    assert list(processor(text=["a"])["input_ids"][0])[:2] == [begins, begins]
+    assert beginning_of(processor) == beginning_of(mllama_processor()) == [begins]
 
 
 class MllamaPictures(ProcessorPlugin):

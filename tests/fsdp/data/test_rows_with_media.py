@@ -86,3 +86,8 @@ def test_the_check_tells_keys_that_only_training_has(processor: Any, monkeypatch
     assert not notes_on_keys(processor, plugin, None, given, given)
     monkeypatch.setattr(type(plugin), "complete", complete, raising=False)
     assert not notes_on_keys(processor, plugin, "seen", given, given)
+    monkeypatch.setattr(type(plugin), "of_text", frozenset({"seen_by"}), raising=False)
+    (note,) = notes_on_keys(processor, plugin, None, given - {"seen_by"}, given)
+    assert "the batch has no seen_by, which" in note and "in `complete` of the media plugin" in note
+    assert not notes_on_keys(processor, plugin, None, {"input_ids"}, given)  # a batch without pictures
+    assert not notes_on_keys(processor, plugin, None, given, given)

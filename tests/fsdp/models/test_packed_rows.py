@@ -235,6 +235,7 @@ def test_kernels_that_know_no_borders_are_refused(attention: str) -> None:
         (transformers.MambaConfig(num_hidden_layers=1), "MambaForCausalLM", "not behind transformers' interface"),
         (transformers.RecurrentGemmaConfig(num_hidden_layers=3), "RecurrentGemmaForCausalLM", "carry a state"),
         (transformers.Llama4TextConfig(num_hidden_layers=2), "Llama4ForCausalLM", "layers of type chunked_attention"),
+        (transformers.MllamaTextConfig(num_hidden_layers=1), "MllamaForCausalLM", "see the pictures of a whole row"),
     ],
 )
 def test_models_that_mix_documents_are_refused(config: Any, model: str, words: str) -> None:

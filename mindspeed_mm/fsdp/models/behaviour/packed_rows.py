@@ -124,6 +124,9 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     if not _calls_attention_interface(model, has_mixers=has_mixers):
         unnamed = ", or `get_decoder()` does not name its text model" if decoder_of(model) is model else ""
         yield f"the model's attention is not behind transformers' interface{unnamed}"
+    if "cross_attention_states" in inspect.signature((decoder_of(model) or model).forward).parameters:
+        # Llama 3.2 Vision's: a token in front of its document's pictures sees all of the row, whatever the mask says.
+        yield "layers of its text model see the pictures of a whole row, those of other samples with them"
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
         yield "the model's layers carry a state over tokens, and it is not known how to reset it between documents"
     kept_apart = _KEPT_APART
