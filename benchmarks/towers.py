@@ -225,20 +225,21 @@ def one_call_of_attention() -> Iterator[Operations]:
 
 
 class _OneCall(torch.autograd.Function):
-    """(B, H, T, D) → (B, T, H, D), and gradients for queries, keys and values."""
+    """(B, H, T, D) → (B, T, H, D), and gradients for queries, keys and values, of which there may be other numbers."""
 
     @staticmethod
     @override
     def forward(ctx: Any, counting: Operations, query: Any, key: Any, value: Any) -> torch.Tensor:
-        ctx.counting = counting
+        ctx.counting, ctx.keys = counting, key.shape[2]
         with counting.as_one(ATTENTION):
-            return (query + key + value).transpose(1, 2).contiguous()
+            return (query + (key + value).mean(2, keepdim=True)).transpose(1, 2).contiguous()
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         with ctx.counting.as_one(ATTENTION):
-            return None, *(grad.transpose(1, 2).clone() for _ in range(3))
+            of_key = grad.mean(1, keepdim=True).expand(-1, ctx.keys, -1, -1)
+            return None, *(each.clone().transpose(1, 2) for each in (grad, of_key, of_key))
 
 
 class _NormsAtOnce(TorchFunctionMode):

@@ -37,6 +37,11 @@ def test_blocks_that_had_most_operations_keep_to_their_number(name: str, most: i
     assert 50 < counts["1"]["outside"] <= most < towers.MOST_OUTSIDE
 
 
+def test_a_tower_whose_queries_meet_another_number_of_keys_is_counted() -> None:
+    """As the projector of Granite Vision has them, beside its blocks."""
+    assert towers.of_kind("granite4_vision", "image")["1"] == {"attention": 1, "outside": 36}
+
+
 def test_wrong_gradients_of_a_tower_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert towers.worst_difference("mistral3") < towers.TOLERANCE
     real = attention._Layer.attend_documents
