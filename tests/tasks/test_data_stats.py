@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.data import stats
 from mindspeed_mm.tasks.data.histogram import histogram, percentiles
@@ -80,17 +82,52 @@ def test_long_rows_count_before_truncation_and_a_length_is_suggested(yaml: Path,
 
 def test_lines_and_json(found: DataStats) -> None:
     text = "\n".join(stats_lines(found, Paint(colour=False)))
-    for part in ("24 rows read, 24 usable", "images  24 in 16 rows", "32 × 32 (24)", "← as configured", "trained: "):
+    for part in (
+        "24 rows read, 24 usable",
+        "images  24 in 16 rows",
+        "32 × 32 (24)",
+        "full  ← as configured\n  packed",
+        "trained: ",
+    ):
         assert part in text
     told = json.loads(json.dumps(found.to_dict()))
     assert (told["usable"], told["tokens"]["total"]) == (24, found.tokens["total"])
+
+
+@pytest.mark.parametrize(
+    ("basic", "loader", "told"),
+    [
+        ({"packing": True}, {}, "packed"),
+        ({}, {"max_tokens_per_batch": 64}, ""),
+        ({}, {"sampler_type": "LengthGroupedSampler"}, ""),
+        ({}, {"sampler_type": "SequentialSampler"}, "padded"),
+    ],
+)
+def test_what_is_configured_is_what_training_does(
+    found: DataStats, basic: dict[str, Any], loader: dict[str, Any], told: str
+) -> None:
+    configured = stats._configured(DataloaderParam(**loader), BasicParameters(**basic))
+    marked = [line for line in stats_lines(replace(found, configured=configured), Paint(colour=False)) if "←" in line]
+    assert configured == told and len(marked) == bool(told)
+    assert all(("packed,     2,048" in line) == (told == "packed") for line in marked)
+
+
+def test_pairs_have_no_packs_and_no_row_longer_than_a_row(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    answers = {"chosen": {"role": "assistant", "content": "one"}, "rejected": {"role": "assistant", "content": "two"}}
+    pair = {"messages": [{"role": "user", "content": "Which digit?"}], **answers}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(pair)}\n" * 2)
+    told = stats.run(DataStatsRequest(run, (*basics(stage="rm", cutoff_len=25), "posttrain.method=dpo")))
+    assert told.usable == 2 and told.tokens["min"] > 25 and not told.packing and not told.suggestions
+    assert "how full" not in "\n".join(stats_lines(told, Paint(colour=False)))
+    assert "How full" not in stats_page(told)
 
 
 def test_the_page_is_whole(found: DataStats) -> None:
     html = stats_page(found)
     page = Page(html)
     assert external(page, html) == []
-    for part in ("24 in 16 rows", "32 × 32 (24)", "2,048 tokens, packed ← as configured", "Tokens of a row"):
+    for part in ("24 in 16 rows", "32 × 32 (24)", "rows padded to the longest ← as configured", "Tokens of a row"):
         assert part in page
 
 

@@ -222,6 +222,8 @@ def _follow_configuration(dataset: MMDataset, basic: BasicParameters) -> None:
         dataset.on_bad_sample = basic.on_bad_sample
     if dataset.max_bad_fraction == MMDataset.max_bad_fraction:
         dataset.max_bad_fraction = basic.max_bad_fraction
+    if basic.stage == "rm":
+        dataset.rows_of_a_sample = 2
     if dataset.basic_parameters is not MMDataset.basic_parameters:
         return
     if basic.packs and dataset.collate_fn is not None:
@@ -318,7 +320,8 @@ def collator_of(
             trust_remote_code=preprocess.trust_remote_code,
         )
     plugin = build_mm_plugin(processor, PreprocessParameters())
-    return build_collator(processor, plugin, dataloader_param.collate_param, positions=positions)
+    pairs = dataset_param is not None and dataset_param.basic_parameters.stage == "rm"
+    return build_collator(processor, plugin, dataloader_param.collate_param, positions=positions, pairs=pairs)
 
 
 # --- a part set aside for validation ----------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class MMDataset:
     """Packing, shares of a mixture, `cutoff_len` and encoding ahead are read of it."""
     parts: Sequence[Part] = ()
     """The samples of each entry of `dataset`, for shares of a mixture; empty: there are no entries."""
+    rows_of_a_sample: int = 1
+    """Rows of a batch that a sample becomes, padded to the same length: 2 for pairs, which are not packed."""
     left_out: Mapping[str, str] = {}
     """Place → reason, of rows that were found unusable before the start."""
     prompts_for: ModelKind | None = None

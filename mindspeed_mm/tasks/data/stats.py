@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
-from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
-from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.fsdp.data.dataloader.sampler import SAMPLERS, permutation
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 from mindspeed_mm.tasks.data.check import look_through
 from mindspeed_mm.tasks.data.denoised import DenoisedStats, denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram, percentiles
@@ -92,7 +92,9 @@ class DataStats:
     patch_bins: list[Bin] = field(default_factory=list)
     media: list[MediaStats] = field(default_factory=list)
     batch_tokens: int = 0
-    """Most tokens of a packed micro-batch, as configured."""
+    """Most tokens of a micro-batch that is filled by size."""
+    configured: Literal["packed", "padded", ""] = ""
+    """How micro-batches are made: `padded` to the longest of so many rows; empty: in another way."""
     cut: int = 0
     """Documents longer than `cutoff_len`, which training takes in pieces."""
     samples: int = 0
@@ -145,12 +147,14 @@ def run(request: DataStatsRequest) -> DataStats:
             stats.media.append(_of_media(tally, kind))
     budget = data.arguments.data.dataloader_param.max_tokens_per_batch
     stats.batch_tokens = budget or training.micro_batch_size * basic.cutoff_len
+    stats.configured = _configured(data.arguments.data.dataloader_param, basic)
     stats.denoised = denoised_stats(tally)
     if any(tally.tokens):  # samples of generators have none
         _describe_sizes(stats, tally)
         stats.samples = len(tally.sample_lengths(basic))
         stats.cut = tally.longer_documents(basic)
-        _describe_batches(stats, tally, basic, training.micro_batch_size, training.seed)
+        if data.dataset.rows_of_a_sample == 1:  # lengths of pairs are sums: what padding wastes is not known of them
+            _describe_batches(stats, tally, basic, training.micro_batch_size, training.seed)
     stats.seconds = seconds
     return stats
 
@@ -192,6 +196,14 @@ def _of_seconds(tally: RowStatistics, kind: str) -> dict[str, float]:
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def _configured(loader: DataloaderParam, basic: BasicParameters) -> Literal["packed", "padded", ""]:
+    """How micro-batches are made, in the words of `DataStats.configured`."""
+    if basic.packs:
+        return "packed"
+    by_size = loader.max_tokens_per_batch or loader.dataloader_mode == "variable" or loader.sampler_type not in SAMPLERS
+    return "" if by_size else "padded"
 
 
 def _describe_batches(
@@ -255,8 +267,8 @@ def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_ba
             f"{micro_batch_size} and holds {most / float(kept.mean()):.1f} rows on average"
         )
     for packed in stats.packing:
-        is_configured = packed.tokens == stats.batch_tokens and packed.packs >= _LEAST_PACKS
-        if is_configured and packed.fill > stats.padded_fill:
+        takes_as_much = packed.tokens == stats.batch_tokens and packed.packs >= _LEAST_PACKS
+        if stats.configured != "packed" and takes_as_much and packed.fill > stats.padded_fill:
             found.append(f"packing=true fills micro-batches to {packed.fill:.1%}, padding to {stats.padded_fill:.1%}")
     return found
 

@@ -109,7 +109,7 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         lines += bars("patches of a row", stats.patch_bins, paint)
     for kind in stats.media:
         lines += _media_lines(kind, paint)
-    if stats.tokens:
+    if stats.padded_fill:
         lines += _batch_lines(stats, paint)
     return lines
 
@@ -138,12 +138,14 @@ def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
 
 
 def _batch_lines(stats: DataStats, paint: Paint) -> list[str]:
-    lines = ["", paint.head("how full batches are"), f"  padded to the longest: {stats.padded_fill:>7.1%} full"]
+    mark = paint.odd("  ← as configured")
+    lines = ["", paint.head("how full batches are")]
+    lines.append(f"  padded to the longest: {stats.padded_fill:>7.1%} full" + mark * (stats.configured == "padded"))
     for each in stats.packing:
-        now = "  ← as configured" if each.tokens == stats.batch_tokens else ""
+        is_configured = stats.configured == "packed" and each.tokens == stats.batch_tokens
         lines.append(
             f"  packed, {each.tokens:>9,} tokens: {each.fill:>6.1%} full, {each.packs:,} packs, "
-            f"{each.rows_kept:.1%} of the rows fit" + paint.odd(now)
+            f"{each.rows_kept:.1%} of the rows fit" + mark * is_configured
         )
     return lines + [f"  → {text}" for text in stats.suggestions]
 

@@ -256,6 +256,23 @@ def test_a_data_set_of_a_plugin(param: Param, processor: Any) -> None:
     assert batch["input_ids"].shape == (4, 3)
 
 
+@pytest.mark.parametrize("keys", [{}, {"max_tokens_per_batch": 25}], ids=["rows", "budget"])
+def test_pairs_of_a_plugin(param: Param, processor: Any, keys: dict[str, int]) -> None:
+    answer = {"input_ids": [70, 71, 72], "labels": [-100, 71, 72]}
+    longer = {"input_ids": [70, 71, 72, 73, 74], "labels": [-100, 71, 72, 73, 74]}
+
+    @data_register.register("pairs-for-test")
+    def build(basic_param: Any, preprocess_param: Any, dataset_param: Any) -> Any:
+        return [{"chosen": answer, "rejected": longer}] * 6
+
+    section = param("unused", stage="rm").model_copy(update={"dataset_type": "pairs-for-test"})
+    train, _ = build_mm_dataset(section)
+    split = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 0}
+    loader = DataloaderParam(num_workers=0, **keys)
+    [batch] = next(iter(build_mm_dataloader(train, loader, processor=processor, dataset_param=section, **split)))
+    assert batch["pairs"] == 2 and batch["attention_mask"].sum(1).tolist() == [3, 3, 5, 5]
+
+
 def test_a_data_set_of_a_plugin_follows_the_settings_that_it_does_not_set(param: Param, processor: Any) -> None:
     """`packing: true` is one row of several samples, or an error: never a padded batch."""
 

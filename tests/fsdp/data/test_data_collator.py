@@ -143,6 +143,24 @@ def test_pairs_whose_answers_show_other_media_hold_all_of_it(processor: Any) -> 
     assert len(batch["pixel_values"]) == 2 * len(collator(processor)([pair["chosen"]])["pixel_values"])
 
 
+def test_a_collator_from_outside_gets_the_answers_of_pairs_as_rows_with_their_media(processor: Any) -> None:
+    @register_collator("counting-for-test", keys=["pictures"], packs=True)
+    class Outside(GenericCollator):
+        def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+            return super().__call__(samples) | {"pictures": torch.tensor([len(each["media"]) for each in samples])}
+
+    image = build_mm_plugin(processor, PreprocessParameters()).encode_image(picture())
+    answers = {"chosen": sample(5, 2, [image]), "rejected": sample(3, 1, [image])}
+    pairs = [{"sample_id": f"p:{number}", **answers} for number in range(2)]
+    batch = collator(processor, pairs=True, model_name="counting-for-test")(pairs)
+    assert batch["pictures"].tolist() == [1, 1, 1, 1] and batch["pairs"] == 2 and "shared_media" not in batch
+    assert batch["attention_mask"].sum(1).tolist() == [5, 5, 3, 3] and batch["sample_ids"] == ["p:0", "p:1"]
+    expected = collator(processor)([pair[side] for side in ("chosen", "rejected") for pair in pairs])
+    assert all(torch.equal(batch[key], expected[key]) for key in expected.keys() - {"sample_ids"})
+    with pytest.raises(ConfigError, match="does not put samples into one row"):
+        collator(processor, TextPositions(), pairs=True, model_name="counting-for-test")
+
+
 @pytest.mark.parametrize("name", ["pairwise", "whisper", "unpacked-for-test"])
 def test_a_collator_that_cannot_pack_says_so(tokenizer: Any, name: str) -> None:
     if name not in DATA_COLLATOR:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
+from tests.fsdp.data.buffered_data import loader
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 
 Build = Callable[..., Qwen2VLDataset]
@@ -329,8 +331,27 @@ class TestPairs:
     def test_sizes_are_of_both(self, build: Build) -> None:
         dataset = build(self.ROW, **self.OPTIONS)
         pair, (chosen, rejected) = dataset[0], dataset.outline(0)
-        assert dataset.measure(0).tokens == len(pair["chosen"]["input_ids"]) + len(pair["rejected"]["input_ids"])
+        assert dataset.measure(0).tokens == 2 * max(len(pair[side]["input_ids"]) for side in ("chosen", "rejected"))
         assert dataset.measure(0).patches == chosen.size.patches + rejected.size.patches == 2 * chosen.size.patches
+
+    @pytest.mark.parametrize(
+        ("keys", "cutoff_len", "most"),
+        [
+            ({"max_tokens_per_batch": 150, "collate_param": CollateParam(pad_to_multiple_of=8)}, 64, 150),
+            ({"sampler_type": "TokenBudgetSampler"}, 44, 2 * 44),  # of a micro-batch of one pair
+        ],
+        ids=["budget", "cutoff"],
+    )
+    def test_budgets_count_both_answers_with_their_padding_and_leave_none_out(
+        self, build: Build, keys: dict[str, Any], cutoff_len: int, most: int
+    ) -> None:
+        uneven = [{**self.ROW, "chosen": "7" * (1 + 3 * n % 14), "rejected": "1"} for n in range(12)]
+        dataset = build(*uneven, cutoff_len=cutoff_len, **self.OPTIONS)
+        batches, met = loader(dataset, **keys), list[str]()
+        for [batch] in islice(batches, batches.steps_per_epoch):
+            assert batch["input_ids"].numel() <= most
+            met += batch["sample_ids"]
+        assert set(met) == {f"rows.jsonl:{n}" for n in range(1, 13)}
 
     def test_pairs_are_not_shrunk(self, build: Build) -> None:
         row = {**self.ROW, "messages": [*turns("one?", "two"), *self.ROW["messages"]]}

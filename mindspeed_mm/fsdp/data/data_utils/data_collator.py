@@ -103,7 +103,8 @@ def build_collator(
     pairs: bool = False,
 ) -> Collator:
     """The collator that the configuration names, or the generic one. Those of the suite, whose names stand for models,
-    take preference pairs where the rows are such.
+    take preference pairs where the rows are such; one of somebody else that derives from the generic one gets the
+    answers of all pairs as rows.
 
     Args:
         processor: Processor or tokenizer.
@@ -123,9 +124,12 @@ def build_collator(
     if name is None:
         return GenericCollator(processor, plugin, collate_param, positions)
     collator_class, traits = DATA_COLLATOR.get(name), _TRAITS.get(name, _Traits())
+    of_answers = isinstance(collator_class, type) and issubclass(collator_class, GenericCollator)
     if positions is None:
         collator = collator_class(processor, plugin, collate_param)
-    elif traits.packs:
+        if pairs and of_answers:
+            collator = PairwiseCollator(processor, plugin, collate_param, own=collator)
+    elif traits.packs and not (pairs and of_answers):
         collator = collator_class(processor, plugin, collate_param, positions)
     else:
         raise ConfigError(
@@ -317,11 +321,17 @@ class WhisperCollator(GenericCollator):
 class PairwiseCollator:
     """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
-    `GenericCollator`."""
+    `GenericCollator`.
 
-    def __init__(self, processor: object, plugin: MediaPlugin, collate_param: CollateParam) -> None:
-        self._collate = GenericCollator(processor, plugin, collate_param)
-        self._plugin = plugin
+    Args:
+        own: Somebody else's collator of these 2 B rows. It may look at the media of each: nothing is shared.
+    """
+
+    def __init__(
+        self, processor: object, plugin: MediaPlugin, collate_param: CollateParam, own: Collator | None = None
+    ) -> None:
+        self._collate = own or GenericCollator(processor, plugin, collate_param)
+        self._plugin, self._shares = plugin, own is None
 
     def check_sample(self, sample: object) -> None:
         """Raise `DataError` for a sample that is no pair of answers that can be joined with others."""
@@ -339,7 +349,7 @@ class PairwiseCollator:
         chosen = [sample["chosen"] for sample in samples]
         rejected = [sample["rejected"] for sample in samples]
         # `SampleEncoder.encode` hands the same objects to both answers where their media are equal.
-        copies = 2 if all(map(_share_media, chosen, rejected)) else 1
+        copies = 2 if self._shares and all(map(_share_media, chosen, rejected)) else 1
         batch = with_media_once(self._collate, self._plugin, [*chosen, *rejected], copies) | {"pairs": len(samples)}
         batch.pop("sample_ids", None)
         return batch | _names(samples)

@@ -224,8 +224,8 @@ class SampleEncoder:
             raise at_place(error, str(sample.place)) from error
 
     def measure(self, sample: Sample) -> SampleSize:
-        """How large a sample will be, both answers of a preference row together, its media opened no further than
-        their headers where those tell.
+        """How large a sample will be, its media opened no further than their headers where those tell. Of a preference
+        row both answers count, each as long as the longer: they are rows of one batch.
 
         Raises:
             DataError: As `encode`, as far as it can be told without encoding.
@@ -237,7 +237,7 @@ class SampleEncoder:
             if sample.rejected is None:
                 return size
             other = self._measure_conversation(sample.rejected)
-            return SampleSize(size.tokens + other.tokens, size.patches + other.patches)
+            return SampleSize(2 * max(size.tokens, other.tokens), size.patches + other.patches)
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 

@@ -76,7 +76,7 @@ def build_order(
     if for_passes:
         basic = basic.model_copy(update={"mix": None})
     sampler, mix = _sampler(dataset, basic, dataloader_param, sizes, seed)
-    shape = _shape(dataloader_param, deal, basic)
+    shape = _shape(dataloader_param, deal, basic, dataset.rows_of_a_sample)
     if shape is None:
         return GlobalOrder(sampler, deal, dataloader_param.drop_last), mix
     if shape.patches is not None:
@@ -133,11 +133,11 @@ def _weighted(dataset: MMDataset, mix: MixPlan) -> tuple[list[Part], list[float]
     return weighted_parts(dataset.parts, mix.weights)
 
 
-def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters) -> BatchShape | None:
-    """What a micro-batch may hold; None: so many samples as they come."""
+def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters, rows: int) -> BatchShape | None:
+    """What a micro-batch may hold, of samples that are so many rows each; None: so many samples as they come."""
     tokens, patches = dataloader_param.max_tokens_per_batch, dataloader_param.max_patches_per_batch
-    of_cutoff = deal.micro_batch_size * basic.cutoff_len
-    multiple = padding_multiple(dataloader_param.collate_param)
+    of_cutoff = deal.micro_batch_size * rows * basic.cutoff_len
+    multiple = rows * padding_multiple(dataloader_param.collate_param)
     if basic.packs:
         return BatchShape("packed", tokens or of_cutoff, patches)
     has_budget = dataloader_param.sampler_type == BUDGET_SAMPLER or dataloader_param.dataloader_mode == "variable"

@@ -8,7 +8,7 @@ find the same. What a row will cost is measured before it is encoded, in this pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -234,6 +234,9 @@ class Measurer(SideJob[list[int], Measured]):
             )
         sample = read_sample(self.dataset, Pick(0, row), self._seed)
         with told_as(lambda problem: replace(problem, where=problem.where or str(self.dataset.place(row)))):
+            if isinstance(sample, Mapping) and {"chosen", "rejected"} <= sample.keys():
+                answers = (sample["chosen"], sample["rejected"])
+                return SampleSize(2 * max(len(token_arrays(answer).ids) for answer in answers), 0)
             return SampleSize(len(token_arrays(sample).ids), 0)
 
     @override

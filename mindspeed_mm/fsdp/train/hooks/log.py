@@ -239,7 +239,7 @@ class DataHook(Hook):
         if (mix := self._loader.mix) is not None:
             shares = mix.achieved()
             shown = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
-            self._record.event("mix", engine.iteration, f"mix so far: {shown}", shares=shares)
+            self._record.event("mix", engine.iteration, f"mix since this start: {shown}", shares=shares)
         counts = self._over_ranks()
         bad = _bad_samples(counts)
         shrunk = sum(each.shrunk for each in counts)

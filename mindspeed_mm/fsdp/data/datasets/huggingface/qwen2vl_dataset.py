@@ -104,6 +104,8 @@ class Qwen2VLDataset(MMDataset):
         else:
             self._rows = open_rows(basic_param, dataset_param.attr)
         self.parts, self.row_numbers = self._rows.parts, self._rows.row_numbers
+        if basic_param.stage == "rm":
+            self.rows_of_a_sample = 2
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.if_too_long

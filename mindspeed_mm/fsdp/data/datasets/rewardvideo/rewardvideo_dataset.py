@@ -48,6 +48,7 @@ class RewardVideoDataset(MMDataset):
     """
 
     is_deterministic = True
+    rows_of_a_sample = 2
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -105,10 +106,10 @@ class RewardVideoDataset(MMDataset):
         return found
 
     def measure(self, index: int) -> SampleSize:
-        """The sizes of both questions together. Raises `DataError` as `__getitem__`."""
+        """The size of both questions, each as long as the longer. Raises `DataError` as `__getitem__`."""
         self._choices(self._numbers[index])
         sizes = [self.questions.measure(*asked, self.place(index)) for asked in self._asked(index).values()]
-        return SampleSize(sum(size.tokens for size in sizes), sum(size.patches for size in sizes))
+        return SampleSize(len(sizes) * max(size.tokens for size in sizes), sum(size.patches for size in sizes))
 
     @override
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
