@@ -377,7 +377,7 @@ def test_rows_of_ties_alone_are_left_out_if_asked(run: Path, tmp_path: Path) -> 
 def test_sizes_are_known_before_videos_are_decoded(run: Path) -> None:
     dataset = built_rows(run)
     pair = dataset[1]
-    assert dataset.measure(1).tokens == len(pair["A"]["input_ids"]) + len(pair["B"]["input_ids"])
+    assert dataset.measure(1).tokens == 2 * max(len(pair[side]["input_ids"]) for side in ("A", "B"))
 
 
 def test_a_model_without_rows_for_the_marks_is_refused(run: Path) -> None:
