@@ -246,7 +246,11 @@ def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTen
             columns = translate(op, columns, group, model)
     except (ValueError, IndexError) as error:
         way_out = error.way_out if isinstance(error, UnknownOrder) else "Compare the folder with the original model's."
-        raise ModelFolderError(f"{error}, in {group.converter}", key=sources[0], way_out=way_out) from error
+        counts = {pattern: len(keys) for pattern, keys in group.keys.items()}
+        what = str(error)
+        if len(set(counts.values())) > 1:  # the shapes of what was stacked would not name the one that is missing
+            what = "there are " + " and ".join(f"{count} of {pattern}" for pattern, count in counts.items())
+        raise ModelFolderError(f"{what}, in {group.converter}", key=sources[0], way_out=way_out) from error
     return RuleMatch(sources, _full_names(group, columns))
 
 

@@ -45,8 +45,10 @@ class TransformersOutline:
         self._described = described or str(folder / "config.json")
         self._rules = conversion_rules(model)
         # keep_vars: the parameters themselves, no detached copies; only their shapes are of interest.
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+        own = model.state_dict(keep_vars=True)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         """Of parameters and persistent buffers, a tied one under each of its names."""
+        self._floating = {name for name, tensor in own.items() if tensor.is_floating_point()}
         self.ties = _tied_names(model)
         """Further name of a tied parameter → its first name."""
         self.tied_keys: dict[str, str] = {}
@@ -194,7 +196,7 @@ class TransformersOutline:
         return {key: tensor.shape for key, tensor in made_by(steps).items()}
 
     def _check(self, made: Mapping[str, LazyTensor], source: Path) -> None:
-        missing, surplus, reshaped = [], [], []
+        missing, surplus, reshaped, codes = [], [], [], []
         for name in self.shapes:
             if name not in made and name not in self.ties:
                 missing.append(Problem("is missing", key=name))
@@ -204,7 +206,11 @@ class TransformersOutline:
                 surplus.append(Problem("has no place in the model", key=name))
             elif tensor.shape != shape:
                 reshaped.append(Problem(f"is {list(tensor.shape)}, the model's {list(shape)}", key=name))
-        problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped)
+            elif name in self._floating and (tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point):
+                # Without their scales they would be other numbers, of the right shape.
+                what = f"is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised codes, not weights"
+                codes.append(Problem(what, key=name, way_out="Apply their scales, or use the unquantised weights."))
+        problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped) + first_problems(codes)
         if problems:
             name = type(self.model).__name__
             what = f"{source} does not hold the model that {self._described} describes, {name}"

@@ -21,8 +21,8 @@ EXTRA = "model.layers.2.extra"
 Tensors = dict[str, LazyTensor]
 
 
-def of(shape: tuple[int, ...]) -> LazyTensor:
-    return Zeros(shape, torch.float32)
+def of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> LazyTensor:
+    return Zeros(shape, dtype)
 
 
 @pytest.fixture
@@ -59,11 +59,13 @@ def test_a_configuration_that_is_not_written_yet_is_compared_as_one_that_is(tens
     [
         (lambda held: held.pop(NORM), NORM, "theirs does not hold .*\\n.*is missing"),
         (lambda held: held.update({DOWN: of((12, 8))}), DOWN, r"\[12, 8\], the model's \[8, 12\]"),
+        (lambda held: held.update({DOWN: of((8, 12), torch.float8_e4m3fn)}), DOWN, "float8_e4m3fn: quantised codes"),
+        (lambda held: held.update({NORM: of((8,), torch.int8)}), NORM, "int8: quantised codes"),
         (lambda held: held.update({EXTRA: of((1,))}), EXTRA, "theirs holds more than"),
     ],
-    ids=["missing", "shape", "surplus"],
+    ids=["missing", "shape", "codes", "whole numbers", "surplus"],
 )
-def test_what_is_missing_or_surplus_or_of_another_shape_is_named(
+def test_what_is_missing_or_surplus_or_of_another_shape_or_kind_is_named(
     folder: Path, tensors: Tensors, change: Callable[[Tensors], object], key: str, told: str
 ) -> None:
     change(tensors)

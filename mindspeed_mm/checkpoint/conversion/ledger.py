@@ -234,7 +234,10 @@ def _way_out(boxes: Mapping[Region, int], what: str | None) -> str:
     uses = set(boxes.values())
     if what is None or not what.startswith("is used more than once") or uses == {1} or len(uses) != 1:
         return ""
-    return f"If that is meant (a tied tensor, written {uses.pop()} times), name it in `times` of Conversion."
+    return (
+        f"If that is meant (a tied tensor, written {uses.pop()} times), name it in `times` of Conversion. `Computed` "
+        "reads its parts whole for each piece that is cut of it: apply the key map before it."
+    )
 
 
 def _raise(headline: str, told: Mapping[str, list[Problem]]) -> None:

@@ -55,12 +55,18 @@ _MOST_ENTRIES = 2_000_000
 _HARMLESS = ("torch", "numpy", "argparse", "collections", "pathlib", "signal", "_codecs", "enum", "types", "functools")
 """Modules whose names may stand in a checkpoint; those of Megatron and its kin are added in `_is_expected`."""
 _HARMLESS_BUILTINS = {"set", "frozenset", "slice", "complex", "bytearray", "range", "list", "dict", "tuple", "getattr"}
+_BEFORE_1_6 = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""What torch's older files begin with, which are no archives: the pickle of `MAGIC_NUMBER`."""
 _MEMORY_BYTES = 4 << 30
 _CPU_SECONDS = 120
 
 
 _SHARDS, _SHARD = "shard_state_dict", "ShardFlattenInfo"
 """Table and class by which MindSpeed's LayerZeRO says how its flat pieces lie (its `layerzero/state/fqn.py`)."""
+
+
+class OldFormat(ValueError):
+    """The file is one pickle with the tensors behind it, as torch wrote before 1.6, and no archive."""
 
 
 class _Name:
@@ -127,6 +133,7 @@ def read_index(path: str) -> PtIndex:
 
     Raises:
         PermissionError: The file names something that weights do not need; its message is the name.
+        OldFormat: The file is of torch before 1.6.
         ValueError: The file is not one of `torch.save`, or is damaged.
     """
     try:
@@ -143,6 +150,9 @@ def read_index(path: str) -> PtIndex:
         EOFError,
         IndexError,
     ) as error:
+        with Path(path).open("rb") as raw:
+            if raw.read(len(_BEFORE_1_6)) == _BEFORE_1_6:
+                raise OldFormat from error
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -271,7 +281,8 @@ def _first_byte(entry: zipfile.ZipInfo, raw: BinaryIO) -> int:
 
 
 def main() -> None:
-    """Print the index of each file named, one JSON object a line; an error is an object with `refused` or `broken`."""
+    """Print the index of each file named, one JSON object a line; an error is an object with `refused`, `old` or
+    `broken`."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     # It writes no file; the answer goes through a pipe, which this does not limit.
@@ -281,6 +292,8 @@ def main() -> None:
             answer = json.dumps(read_index(path))
         except PermissionError as error:
             answer = json.dumps({"refused": str(error)})
+        except OldFormat:
+            answer = json.dumps({"old": True})
         except (ValueError, OSError, MemoryError, RecursionError) as error:
             answer = json.dumps({"broken": str(error) or type(error).__name__})
         print(answer, flush=True)

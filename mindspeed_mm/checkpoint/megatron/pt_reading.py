@@ -81,6 +81,12 @@ def _pt_content(path: Path, found: JsonObject) -> PtContent:
             where=str(path),
             way_out="It may have been made to run code. Get it from somebody you trust, as tensors alone.",
         )
+    if found.get("old"):
+        raise CheckpointError(
+            "is in the format of torch before 1.6, which cannot be mapped",
+            where=str(path),
+            way_out="Load it with torch.load(…, weights_only=True), and write it again with torch.save.",
+        )
     if why := found.get("broken"):
         what = f"is broken, or not a file that torch.save wrote: {why}"
         raise CheckpointError(what, where=str(path), way_out=_BROKEN)

@@ -153,7 +153,7 @@ def open_files(paths: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
                         f"lies in {homes[key].name} and {path.name}",
                         where=str(path.parent),
                         key=key,
-                        way_out="Open the files one by one, and put something before the keys of one of them.",
+                        way_out="Remove the one that does not belong here. Files of ranks share keys; open each alone.",
                     )
                 found[key], homes[key] = tensor, path
         yield found

@@ -52,6 +52,16 @@ def test_tensors_of_all_kinds_are_read(dtype: torch.dtype, tmp_path: Path) -> No
     assert torch.equal(content.tensors["model"]["b"].read().double(), whole[1:, 1:].T.double())
 
 
+def test_a_file_of_an_older_torch_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    """To copy it again would help nothing."""
+    torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"torch before 1\.6.*weights_only=True"):
+        read_pt_files([tmp_path / "a.pt"])
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[1:])
+    with pytest.raises(CheckpointError, match=r"is broken.*Copy the file again"):
+        read_pt_files([tmp_path / "a.pt"])
+
+
 def test_a_tensor_that_reaches_into_its_neighbour_is_refused(tmp_path: Path) -> None:
     """Both lie in the file; 200 elements are of the other tensor."""
     path = saved(tmp_path / "a.pt", a=torch.zeros(200), b=torch.ones(77))
