@@ -121,6 +121,28 @@ def test_a_fault_of_the_transformer_is_seen(fault: str, monkeypatch: pytest.Monk
     assert transformer_difference("t2v") > 1e-2
 
 
+def test_modulated_norms_keep_tokens_alone() -> None:
+    """Their gradients read nothing else that is as large; a planted fault, modulation behind the norm, keeps more."""
+    from mindspeed_mm.fsdp.models.diffusion.modulation import modulated
+
+    norm, tokens, of_sample = nn.LayerNorm(8), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 2, 1, 8)
+    scale, shift = of_sample.requires_grad_()
+
+    def large_ones(formula: Any) -> set[int]:
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            formula(norm, tokens, scale, shift)
+        return {each.untyped_storage().data_ptr() for each in kept if each.numel() >= tokens[0].numel()}
+
+    assert large_ones(modulated) == {tokens.untyped_storage().data_ptr()}
+    assert len(large_ones(lambda norm, x, scale, shift: norm(x) * (1 + scale) + shift)) == 2
+
+
 def vae_differences() -> tuple[float, float]:
     """Of encoding and of decoding two groups of frames."""
     from mindspeed_mm.fsdp.models.stepvideo.vae import StepVideoVAE

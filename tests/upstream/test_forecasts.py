@@ -68,8 +68,7 @@ SCRIPTS = {
     "opensoraplan1.5/pretrain.sh": Release("opensoraplan", "LanguageBind/Open-Sora-Plan-v1.5.0"),
     "stepvideo/t2v/pretrain_t2v.sh": Release("stepvideo", "stepfun-ai/stepvideo-t2v"),
 }
-"""Script of flags → what it trains. Step-Video is forecast with all 48 layers, of which its model.json has 24, and on
-clips of 102 frames, where its features are of 136."""
+"""Script of flags → what it trains. Step-Video is forecast with all 48 layers, of which its model.json has 24."""
 TOO_LARGE = {
     "mimov2_5/mimov2_5_config": "its script says that only a model of fewer layers was tried on one host",
 }
@@ -84,8 +83,8 @@ def has_room(name: str, needed: float) -> None:
     assert (needed > GIB) == (name in TOO_LARGE), f"{name}: {needed:.1f} GiB"
 
 
-def row_of(release: Release, folder: Path, arguments: Arguments) -> Batch:
-    """A micro-batch: where rows are conversations as long as the file lets it become."""
+def row_of(release: Release, folder: Path, arguments: Arguments, clip: tuple[int, ...]) -> Batch:
+    """A micro-batch: where rows are conversations as long as the file lets it become, of stored clips of this shape."""
     if release.card == "ltx2":
         return _latents_of_ltx2()
     if release.card not in WRITTEN:
@@ -94,8 +93,9 @@ def row_of(release: Release, folder: Path, arguments: Arguments) -> Batch:
     size = arguments.data.dataset_param.preprocess_parameters
     rows = arguments.training.micro_batch_size
     if "pixels" in batch and size.height and size.width:
-        shape = (rows, 3, getattr(size, "num_frames", 0) or 1, size.height, size.width)
-        batch["pixels"] = torch.empty(shape, device="meta")
+        clip = (getattr(size, "num_frames", 0) or 1, size.height, size.width)
+    if "pixels" in batch and clip:
+        batch["pixels"] = torch.empty((rows, 3, *clip), device="meta")
         batch |= {"sample_ids": ["a"] * rows, "epochs": [0] * rows, "fps": [24.0] * rows, "captions": ["a"] * rows}
     return batch
 
@@ -110,13 +110,24 @@ def _latents_of_ltx2() -> Batch:
     }  # fmt: skip
 
 
-def needed_gib(release: Release, source: Any, folder: Path, ranks: int) -> float:
-    """GiB of a step of a file, with the released configuration in place of its folder."""
+def needed_gib(release: Release, source: Any, folder: Path, ranks: int, clip: tuple[int, ...] = ()) -> float:
+    """GiB of a step of a file, with the released configuration in place of its folder, on clips of frames, height and
+    width."""
     asked_of(CARDS[release.card], release.hub, "full", folder)  # which writes the configuration
     words = [f"model.model_name_or_path={folder}", "training.save=null", "training.load=null"]
     arguments = load_with_plugins(source, words).arguments
-    found = forecast(arguments, row_of(release, folder, arguments), world_size=ranks, device_type="npu")
+    found = forecast(arguments, row_of(release, folder, arguments, clip), world_size=ranks, device_type="npu")
     return found.peak / 2**30
+
+
+def stored_clip(started: Started) -> tuple[int, ...]:
+    """Frames, height and width of the clips whose features a launch reads, by its data.json; () of other launches."""
+    file = CHECKOUT / started.own[started.own.index("--mm-data") + 1]
+    told = json.loads(file.read_text(encoding="utf-8"))["dataset_param"]
+    if told["dataset_type"] != "feature":
+        return ()
+    sizes = told["preprocess_parameters"]
+    return sizes["num_frames"], sizes["max_height"], sizes["max_width"]
 
 
 def ranks_of(file: Path) -> int:
@@ -163,4 +174,5 @@ def test_a_step_of_a_launch_fits_its_devices(
     started, answer = read[name]
     (tmp_path / "run.yaml").write_text(json.dumps(answer["config"]))
     ranks = int(started.variables["WORLD_SIZE"])
-    has_room(name, needed_gib(SCRIPTS[name], tmp_path / "run.yaml", tmp_path / "model", ranks))
+    needed = needed_gib(SCRIPTS[name], tmp_path / "run.yaml", tmp_path / "model", ranks, stored_clip(started))
+    has_room(name, needed)

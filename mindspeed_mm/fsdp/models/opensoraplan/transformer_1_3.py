@@ -21,6 +21,7 @@ from diffusers.models.normalization import AdaLayerNormSingle
 from torch import nn
 
 from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.fsdp.models.diffusion.modulation import modulated
 from mindspeed_mm.fsdp.models.opensoraplan.rotary import Tables, rotary_tables, rotated, thirds
 from mindspeed_mm.fsdp.ops.skiparse import SkiparseSets, skiparse_attention
 
@@ -116,13 +117,13 @@ class SkiparseBlock(nn.Module):
         # Each is (B, 1, width).
         modulation = (self.scale_shift_table + temb).unsqueeze(2).unbind(1)
         shift_seen, scale_seen, gate_seen, shift_out, scale_out, gate_out = modulation
-        seen = self.norm1(hidden_states) * (1 + scale_seen) + shift_seen
+        seen = modulated(self.norm1, hidden_states, scale_seen, shift_seen)
         seen = self.attn1(seen, attention_mask=attention_mask, image_rotary_emb=image_rotary_emb)
         hidden_states = hidden_states + gate_seen * seen
         # Neither normed nor gated: attention to the caption is not modulated by time.
         told = self.attn2(hidden_states, encoder_hidden_states, attention_mask=encoder_attention_mask)
         hidden_states = hidden_states + told
-        out = self.ff(self.norm2(hidden_states) * (1 + scale_out) + shift_out)
+        out = self.ff(modulated(self.norm2, hidden_states, scale_out, shift_out))
         return hidden_states + gate_out * out
 
 

@@ -20,6 +20,8 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
+from mindspeed_mm.fsdp.models.diffusion.modulation import modulated
+
 _ROPE_BASE = 10_000.0
 _TIME_CHANNELS = 256
 _TIME_SCALE = 1000
@@ -164,10 +166,10 @@ class StepVideoTransformerBlock(nn.Module):
         """(B, L, D) again. `temb` is (B, 6 D): shift, scale and gate of attention, then those of the projections."""
         modulation = self.scale_shift_table + temb.unflatten(-1, (6, -1))
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.chunk(6, dim=1)
-        normed = self.norm1(hidden_states) * (1 + scale) + shift
+        normed = modulated(self.norm1, hidden_states, scale, shift)
         hidden_states = hidden_states + gate * self.attn1(normed, rotary_emb=rotary_emb)
         hidden_states = hidden_states + self.attn2(hidden_states, encoder_hidden_states, attention_mask)
-        normed = self.norm2(hidden_states) * (1 + ff_scale) + ff_shift
+        normed = modulated(self.norm2, hidden_states, ff_scale, ff_shift)
         made: torch.Tensor = hidden_states + ff_gate * self.ff(normed)
         return made
 
