@@ -465,6 +465,11 @@ def test_a_wish_for_something_of_ones_own_names_its_guide(wish: str, guide: str)
         assert (ROOT / guide).is_file(), guide
 
 
+def test_a_release_in_few_bits_is_sent_to_its_export() -> None:
+    """`mm convert` refuses the release itself."""
+    assert "`mm convert` takes what `mm export` writes" in routes.find("convert DeepSeek-V3 fp8 weights").note
+
+
 @pytest.mark.parametrize(("wish", "instead"), INSTEAD.items())
 def test_what_is_done_in_another_way_is_said(wish: str, instead: str) -> None:
     said = mm("route", wish, "--json")

@@ -333,6 +333,7 @@ ANY_MODEL: tuple[Topic, ...] = (
             "see every flag of a family": "mm-convert --help",
         },
         "docs/conversion.md",
+        "a release in few bits (fp8, mxfp4, int4) is trained as it is: `mm convert` takes what `mm export` writes; "
         f"weights under names that nothing here knows take a converter of your own: {_OWN_CONVERTER}",
     ),
     Topic(
